@@ -46,7 +46,7 @@ class TablePolicy(rl.Policy):
         columns = (await self.logprobs(batch)).only("logprobs")
         return LossResult(columns.assign(losses=Ragged(losses.numpy(), batch.tokens.offsets)), Metrics({}))
 
-    async def step(self, optimizer: Step | None = None) -> Metrics:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Metrics:
         added, self.added = self.added, []
         tokens, rows = sum(batch.loss_mask.values.sum() for batch, _ in added), sum(len(batch) for batch, _ in added)
         total = torch.zeros(())
@@ -71,17 +71,17 @@ class TablePolicy(rl.Policy):
         values = self._logprobs(batch).detach().numpy()
         return batch.assign(logprobs=Ragged(values, batch.tokens.offsets, source=Source.trainer(self.version)))
 
-    async def weights(self) -> Weights:
+    async def weights(self, adapter: str | None = None) -> Weights:
         return Weights(self.version, {"table": self.table.detach().numpy()})
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         np.savez(Path(folder, "table.npz"), table=self.table.detach().numpy(), version=self.version)
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         await self.save(folder)
 
-    async def restore(self, folder: str) -> None:
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
         with np.load(Path(folder, "table.npz")) as saved:
             self.table.data, self.version = torch.tensor(saved["table"]), int(saved["version"])
 

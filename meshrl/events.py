@@ -115,18 +115,18 @@ class Step(msgspec.Struct, tag_field="kind", tag="step", frozen=True, omit_defau
 
 
 class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, omit_defaults=True):
-    """A stream of rollouts delivered a batch."""
+    """A stream of rollouts delivered a batch, or a part of one."""
 
     batch: int
     """Number of the batch, from 0."""
     at: float
     """When it was delivered."""
     rows: int
-    """Rows of the batch."""
+    """Rows that were delivered."""
     staleness: list[int]
     """Number of rows that are 0, 1, 2, ... publications behind."""
     dropped: Mapping[str, int] = {}
-    """Number of groups that were dropped since the batch before, by reason."""
+    """Number of groups that were dropped since the delivery before, by reason."""
 
 
 class Restart(msgspec.Struct, tag_field="kind", tag="restart", frozen=True, omit_defaults=True):

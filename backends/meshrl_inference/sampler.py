@@ -132,8 +132,11 @@ class EngineSampler(Sampler):
 
     def __init__(self, config: SamplerConfig) -> None:
         rank = current_rank()
-        if config.lora is not None:
-            raise ConfigError(f'the backend {self.kind.backend!r} needs whole weights: set policy.lora.sync = "merged"')
+        if config.declared:
+            key = "lora" if config.lora else "adapters.NAME"
+            raise ConfigError(
+                f'the backend {self.kind.backend!r} needs whole weights: set policy.{key}.sync = "merged"'
+            )
         if config.record_experts:
             raise ConfigError(
                 f"the backend {self.kind.backend!r} does not report the experts of tokens: remove "

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshrl.algo import Predicts
-from meshrl.data import Batch, Weights
+from meshrl.data import DEFAULT_ADAPTER, Batch, Weights
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import PolicyConfig, ReferenceConfig, RewardModelConfig
 from meshrl_megatron.model import Model, build, slices_of
@@ -19,6 +19,7 @@ from meshrl_megatron.optimizer import MegatronOptimizer, MegatronState
 from meshrl_megatron.passes import Pipeline
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model import saving
+from meshrl_torch.model.adapted import Adapter
 from meshrl_torch.model.heads import predicts_of
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch
@@ -47,7 +48,8 @@ class PipelinedTrainable(roles.Trainable):
         optimizer = MegatronOptimizer(config.optimizer, self._model)
         self._pipeline = Pipeline(optimizer.stages, self._model)
         passes = self._pipeline.passes(config.micro_batch_tokens)
-        super().__init__(passes, optimizer, MegatronState(name, optimizer, self._model, body))
+        slot = roles.Slot(optimizer, MegatronState(name, optimizer, self._model, body))
+        super().__init__(passes, {DEFAULT_ADAPTER: slot})
 
     async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
         self._pipeline.run(batch, micros, lambda output, micro: losses(output, micro, self._model.world))
@@ -56,7 +58,7 @@ class PipelinedTrainable(roles.Trainable):
         """Return those of the last stage."""
         return self._pipeline.from_last(values.to(self._model.world.device)).cpu()
 
-    def published(self) -> Iterable[tuple[str, Tensor]]:
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return this rank's part, in the table's dtype."""
         return self._model.tensors()
 
@@ -64,7 +66,7 @@ class PipelinedTrainable(roles.Trainable):
         """Yield this rank's parts of tensors, in the table's dtype. Of ranks with the same part, one has it."""
         return self._model.shards()
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, adapters: Mapping[str, Adapter]) -> None:
         """Write a Hugging Face folder in the dtype of the table, and a critic's head in its own file.
 
         Each rank writes its share to a folder next to it, and the first rank reads from there as it writes. So no rank
@@ -102,8 +104,9 @@ class SplitOverRanks(roles.PlacedTogether):
 
     def _train(self, config: roles.TrainedConfig) -> PipelinedTrainable:
         """Load the model. ConfigError if it has adapters."""
-        if isinstance(config, PolicyConfig) and config.lora is not None:
-            raise ConfigError("the backend 'megatron' has no adapters: use backend = \"fsdp\", or remove lora")
+        if isinstance(config, PolicyConfig) and config.is_adapted:
+            key = "lora" if config.lora else "adapters"
+            raise ConfigError(f"the backend 'megatron' has no adapters: use backend = \"fsdp\", or remove {key}")
         return PipelinedTrainable(config)
 
     def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> roles.Frozen:

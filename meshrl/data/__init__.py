@@ -9,6 +9,7 @@ sampler can prove what it has. `delta` sends only what changed.
 A reward that is unknown is NaN (`with_rewards`).
 """
 
+from meshrl.data.adapters import ADAPTER, BASE, DEFAULT_ADAPTER, adapters_of
 from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
@@ -20,10 +21,14 @@ from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pick
 from meshrl.data.remote_column import RemoteColumn, is_ragged
 from meshrl.data.table import lengths
 from meshrl.data.unknown import OUTCOMES, OnError, known_mean, unlearned, why_unknown, with_rewards
-from meshrl.data.weights import ArrivalLog, Probe, Weights
+from meshrl.data.weights import AdapterOf, ArrivalLog, Probe, Weights
 
 __all__ = [
+    "ADAPTER",
+    "BASE",
+    "DEFAULT_ADAPTER",
     "OUTCOMES",
+    "AdapterOf",
     "ArrivalLog",
     "Batch",
     "Bucket",
@@ -41,6 +46,7 @@ __all__ = [
     "Source",
     "WeightSource",
     "Weights",
+    "adapters_of",
     "check_dtype",
     "check_lengths",
     "frozen",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data.bucket import Bucket, Entry
-from meshrl.data.weights import Probe, Weights
+from meshrl.data.weights import AdapterOf, Probe, Weights
 from meshrl.mesh import Array, Bytes, Put, Ref, current_rank, fetch, pool
 
 _LONGEST: Final = 1.0
@@ -111,15 +111,17 @@ class WeightSource:
         self._latest: Weights | None = None
         """The last weights. Keeps their memory from being reused before a first reader has them."""
 
-    def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
+    def weights(
+        self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None, adapter: AdapterOf | None = None
+    ) -> Weights:
         """Copy the tensors, of any shape, into weights."""
-        whole = self._latest = Weights.streamed(version, tensors, probe)
+        whole = self._latest = Weights.streamed(version, tensors, probe, adapter)
         if not self._changes:
             return whole
         chains = [chain.extended(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
         new = enumerate(whole.buckets[len(chains) :], len(chains))
         self._chains = chains + [DeltaChain((self._rank, number), bucket) for number, bucket in new]
-        return Weights.of(version, [chain.newest() for chain in self._chains], probe)
+        return Weights.of(version, [chain.newest() for chain in self._chains], probe, adapter)
 
 
 class DeltaRef(Ref):

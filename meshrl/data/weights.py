@@ -27,33 +27,55 @@ class Probe(NamedTuple):
     """Log-probs of each token given those before it, except each row's first, float32[tokens - rows]."""
 
 
+class AdapterOf(NamedTuple):
+    """Says that weights are those of one adapter alone, which change a layer by `alpha / rank * B A`."""
+
+    name: str
+    """The adapter that rows name in their column `adapter`."""
+    rank: int
+    alpha: int
+
+
 class Weights(HasRefs):
     """Named tensors, with a version: the number of updates that made them. Immutable.
+
+    If they are of one adapter, `adapter` says so. Its tensors have the names that peft gives those of an adapter called
+    "default", whatever its name.
 
     Arrays have any shape, and bfloat16 is that of `ml_dtypes`. They are copied into buckets, each with a fingerprint of
     its bytes. Large buckets are in memory that all processes of a machine share.
     """
 
-    def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
-        self._set(version, _buckets_of(tensors.items()), None)
+    def __init__(self, version: int, tensors: Mapping[str, Array], adapter: AdapterOf | None = None) -> None:
+        self._set(version, _buckets_of(tensors.items()), None, adapter)
 
     @classmethod
-    def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
+    def streamed(
+        cls,
+        version: int,
+        tensors: Iterable[tuple[str, Array]],
+        probe: Probe | None = None,
+        adapter: AdapterOf | None = None,
+    ) -> Self:
         """Make weights from an iterator of names and tensors of any shape.
 
         At most the tensors of one bucket are in memory in addition.
         """
-        return cls.of(version, _buckets_of(tensors), probe)
+        return cls.of(version, _buckets_of(tensors), probe, adapter)
 
-    def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
-        self._version, self._buckets, self._probe = version, tuple(buckets), probe
+    def _set(
+        self, version: int, buckets: Sequence[Bucket], probe: Probe | None, adapter: AdapterOf | None = None
+    ) -> None:
+        self._version, self._buckets, self._probe, self._adapter = version, tuple(buckets), probe, adapter
         self._arrays: Mapping[str, Array] | None = None
 
     @classmethod
-    def of(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None) -> Self:
+    def of(
+        cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None, adapter: AdapterOf | None = None
+    ) -> Self:
         """Make weights from buckets, without a copy."""
         self = cls.__new__(cls)
-        self._set(version, buckets, probe)
+        self._set(version, buckets, probe, adapter)
         return self
 
     @classmethod
@@ -72,7 +94,7 @@ class Weights(HasRefs):
                         raise DataError(f"the ranks {owner} and {rank} have different tensors `{name}`")
                 if any(owners[name][0] == rank for name in bucket.index):
                     buckets.append(bucket)
-        return cls.of(versions[0], buckets, next((part.probe for part in parts if part.probe), None))
+        return cls.of(versions[0], buckets, next((part.probe for part in parts if part.probe), None), parts[0].adapter)
 
     @property
     def version(self) -> int:
@@ -83,6 +105,11 @@ class Weights(HasRefs):
     def probe(self) -> Probe | None:
         """Log-probs of some tokens under these weights, or None."""
         return self._probe
+
+    @property
+    def adapter(self) -> AdapterOf | None:
+        """The adapter that these are the weights of. None if they are a whole model's."""
+        return self._adapter
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -115,18 +142,19 @@ class Weights(HasRefs):
             return self
         fetched = {ref: cast("Bucket", value).fetched_by(ref) for ref, value in (await fetch(refs)).items()}
         buckets = [fetched[bucket.held] if bucket.held else bucket for bucket in self._buckets]
-        return self.of(self._version, buckets, self._probe)
+        return self.of(self._version, buckets, self._probe, self._adapter)
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """Move each bucket with more than `limit` bytes elsewhere by `put`, unless it is there already."""
-        return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
+        buckets = [each.hold(put, limit, shares) for each in self._buckets]
+        return self.of(self._version, buckets, self._probe, self._adapter)
 
     def shared(self) -> "Weights":
         """Return the weights in this machine's shared memory, and copy them there if needed.
 
         Raises DataError if there is not enough room.
         """
-        return Weights.of(self._version, [bucket.shared() for bucket in self.buckets], self._probe)
+        return Weights.of(self._version, [bucket.shared() for bucket in self.buckets], self._probe, self._adapter)
 
     @property
     def lasts(self) -> bool:
@@ -156,7 +184,16 @@ class Weights(HasRefs):
 
     def with_version(self, version: int) -> Self:
         """Return the same tensors, not copied, with another version."""
-        return self.of(version, self._buckets, self._probe)
+        return self.of(version, self._buckets, self._probe, self._adapter)
+
+    def named(self, adapter: str) -> Self:
+        """Return the same weights of an adapter under another name, such as that of one version.
+
+        DataError if they are a whole model's.
+        """
+        if self._adapter is None:
+            raise DataError(f"the weights of version {self._version} are a whole model's, not those of an adapter")
+        return self.of(self._version, self._buckets, self._probe, self._adapter._replace(name=adapter))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Weights):
@@ -169,17 +206,18 @@ class Weights(HasRefs):
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
-        return _unpickled, (self._version, self._buckets, self._probe)
+        return _unpickled, (self._version, self._buckets, self._probe, self._adapter)
 
     def __repr__(self) -> str:
         size = f"{self.nbytes:,} bytes"
+        of = f"adapter {self._adapter.name!r}, " if self._adapter else ""
         if any(bucket.held for bucket in self._buckets):
-            return f"Weights(version {self._version}, {size} elsewhere)"
-        return f"Weights(version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
+            return f"Weights({of}version {self._version}, {size} elsewhere)"
+        return f"Weights({of}version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
 
 
-def _unpickled(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
-    return Weights.of(version, buckets, probe)
+def _unpickled(version: int, buckets: Sequence[Bucket], probe: Probe | None, adapter: AdapterOf | None) -> Weights:
+    return Weights.of(version, buckets, probe, adapter)
 
 
 def _buckets_of(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:

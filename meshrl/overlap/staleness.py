@@ -57,6 +57,8 @@ class StalenessLedger:
         self._last_trained = -1
         """The version that the last batch trains."""
         self._begun = False
+        self.taken = 0
+        """Groups of the batch that is being delivered in parts. 0 between two batches."""
 
     @property
     def version(self) -> int:
@@ -70,8 +72,8 @@ class StalenessLedger:
 
     @property
     def trainer(self) -> int:
-        """The version that the next batch trains, even if nobody has begun to publish the result of the last one."""
-        return max(self.version + self._announced, self._last_trained + 1)
+        """The version that the next groups train, even if nobody has begun to publish the result of the last batch."""
+        return max(self.version + self._announced, self._last_trained + (not self.taken))
 
     @property
     def capacity(self) -> int:
@@ -168,39 +170,51 @@ class StalenessLedger:
         oldest = self.trainer - self.ahead
         return [label for label, group in self.groups.items() if group.finished and group.version < oldest]
 
-    def take(self, *, rest: bool = False) -> list[int] | None:
+    def take(self, *, rest: bool = False, parts: int = 1) -> list[int] | None:
         """Return the groups of the next batch, in the order they were drawn. None if it has to wait.
 
         Groups that will be too old soonest come first. With `late="wait"`, a batch also waits if a running group would
-        be too old for the batches after it. `rest`: nothing more will be drawn, so the last batch may be smaller.
+        be too old for the batches after it. `rest`: nothing more will be drawn, so the last batch may be smaller. With
+        `parts`, the batch comes in at most as many: each call returns all that it can of the rest of the batch.
         """
-        size = min(self.size, len(self.groups)) if rest else self.size
-        if self.ready < size or not size:
+        left = self.size - self.taken
+        left = min(left, len(self.groups)) if rest else left
+        least = min(left, -(-self.size // parts))
+        if self.ready < least or not left:
             return None
         finished = [label for label, group in self.groups.items() if group.finished]
-        chosen = set(sorted(finished, key=lambda label: self._last(self.groups[label]))[:size])
-        if self.late == "wait" and not self._in_time(chosen):
-            self._waits = True
-            return None
-        taken = [label for label in self.groups if label in chosen]
-        self._deliver(taken)
-        return taken
+        finished.sort(key=lambda label: self._last(self.groups[label]))
+        for count in range(min(left, len(finished)), least - 1, -1):
+            chosen = set(finished[:count])
+            if self.late == "drop" or self._in_time(chosen, left - count):
+                taken = [label for label in self.groups if label in chosen]
+                self._deliver(taken, rest, parts)
+                return taken
+            self._waits |= count == left
+        return None
 
-    def take_these(self, labels: Sequence[int]) -> bool:
-        """Make these groups the next batch. False if some are not finished."""
+    def take_these(self, labels: Sequence[int], *, rest: bool = False, parts: int = 1) -> bool:
+        """Make these groups the next batch, or a part of it, as `take` would. False if some are not finished."""
         if not all(label in self.groups and self.groups[label].finished for label in labels):
             return False
-        self._deliver(labels)
+        self._deliver(labels, rest, parts)
         return True
 
-    def _deliver(self, labels: Sequence[int]) -> None:
+    def end_batch(self) -> None:
+        """End the batch that is being delivered: the next group belongs to another."""
+        self.taken = 0
+
+    def _deliver(self, labels: Sequence[int], rest: bool, parts: int) -> None:
         self._last_trained = self.trainer
         self.waited += self._waits
         self._waits = False
         for label in labels:
             self.remove(label)
         self.delivered += len(labels)
-        self.batches += 1
+        self.batches += not self.taken
+        self.taken += len(labels)
+        if parts == 1 or self.taken == self.size or (rest and not self.groups):
+            self.end_batch()
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
         """Return how many publications behind the last batch the tokens of these weights were."""
@@ -210,13 +224,16 @@ class StalenessLedger:
         """Return the last version of the trainer that may train on a group."""
         return group.version + self.ahead
 
-    def _in_time(self, chosen: set[int]) -> bool:
-        """True if all other groups can still be trained in time, or if no choice achieves that."""
+    def _in_time(self, chosen: set[int], spare: int) -> bool:
+        """True if all other groups can still be trained in time, or if no choice achieves that.
+
+        `spare`: the number of them that this batch will still take.
+        """
         now = self.trainer
         last = sorted((self._last(group), label) for label, group in self.groups.items() if self._last(group) >= now)
         others = [version for version, label in last if label not in chosen]
-        best = [version for version, _ in last[self.size :]]
-        return self._fit(others, now + 1) or not self._fit(best, now + 1)
+        best = [version for version, _ in last[len(chosen) + spare :]]
+        return self._fit(others[spare:], now + 1) or not self._fit(best, now + 1)
 
     def _fit(self, last: Sequence[int], first: int) -> bool:
         """True if groups fit into batches from version `first` on. `last`: the last version for each, ascending."""

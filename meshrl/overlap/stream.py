@@ -11,7 +11,7 @@ asynchronous.
 """
 
 import asyncio
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -138,8 +138,40 @@ class Rollouts:
     async def __anext__(self) -> Batch:
         """Return the next batch. The stream ends with the prompts, and the last batch may be smaller.
 
-        Raises DataError outside the stream's `async with`.
+        Raises DataError outside the stream's `async with`, or if `parts` has yielded only a part of a batch.
         """
+        if taken := self.ledger.taken:
+            raise DataError(
+                f"{taken} of the {self.ledger.size} groups of a batch were delivered in parts: take the others with "
+                "`stream.parts` before the next batch"
+            )
+        if (batch := await self._next(1)) is not None:
+            return batch
+        raise StopAsyncIteration("the prompts have ended")
+
+    async def parts(self, most: int) -> AsyncIterator[Batch]:
+        """Yield the next batch in at most `most` parts of whole groups, each as soon as its groups are ready.
+
+            async for part in stream.parts(4):
+                part = part.assign(advantages=group_advantages(part.rewards, part.groups))
+                await policy.forward_backward(part, loss)
+            metrics = await policy.step()
+            await publish(policy, stream)
+
+        A part has at least `size / most` groups, unless it is the last one, and all that are ready. The bound holds for
+        each part as it does for whole batches, and a batch has the same number of groups. If the loop ends early, the
+        next one continues with the rest of the batch. Nothing is yielded if the prompts have ended.
+        """
+        if most < 1:
+            raise DataError(f"a batch cannot come in {most} parts: give a number from 1")
+        while (part := await self._next(most)) is not None:
+            yield part
+            if not self.ledger.taken:
+                return
+        self.ledger.end_batch()
+
+    async def _next(self, most: int) -> Batch | None:
+        """Return the next batch, or the next of at most `most` parts of it. None if the prompts have ended."""
         if self not in Rollouts.live:
             raise DataError("a stream of rollouts can only be used inside its `async with`")
         if not self._begun:
@@ -150,7 +182,7 @@ class Rollouts:
         labels: list[int] = []
 
         def ready() -> bool:
-            labels.extend(self._take())
+            labels.extend(self._take(most))
             return bool(labels) or not (self._prompts or self.ledger.groups)
 
         self.producer.demand = True
@@ -161,9 +193,7 @@ class Rollouts:
         finally:
             report.cancel()
             self.producer.demand = False
-        if labels:
-            return self._deliver(labels)
-        raise StopAsyncIteration("the prompts have ended")
+        return self._deliver(labels) if labels else None
 
     def feeds_on(self, sampler: object) -> bool:
         """True if the stream has begun and uses this sampler."""
@@ -223,16 +253,16 @@ class Rollouts:
         """Version of the weights that were published last."""
         return self.ledger.published
 
-    def _take(self) -> list[int]:
+    def _take(self, most: int) -> list[int]:
         if old := self.ledger.too_old():
             if self.ledger.late == "wait":
                 log.warning("groups are too old and are dropped: publish once for each batch", groups=len(old))
             self._drop(old, "stale")
             self._condition.notify_all()
         if self._decisions.is_free:
-            return self.ledger.take(rest=not self._prompts) or []
-        decided = self._decisions.next("deliver")
-        return decided.groups if decided and self.ledger.take_these(decided.groups) else []
+            return self.ledger.take(rest=not self._prompts, parts=most) or []
+        decided, rest = self._decisions.next("deliver"), not self._prompts
+        return decided.groups if decided and self.ledger.take_these(decided.groups, rest=rest, parts=most) else []
 
     def _deliver(self, labels: list[int]) -> Batch:
         self._decisions.note("deliver", groups=labels)

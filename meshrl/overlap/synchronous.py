@@ -45,8 +45,13 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     return done
 
 
-async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
+async def publish(
+    policy: Policy, *samplers: Sampler | Rollouts, adapter: str | None = None, name: str | None = None
+) -> Weights:
     """Send the policy's weights to the samplers, and return the weights. Later tokens carry their version.
+
+    `adapter`: send this one alone. Rows that name it continue with the new weights. `name`: its name at the samplers,
+    if it is another one: rows that name this version keep it until the sampler drops it.
 
     With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
     the publications and passes the weights on to its sampler. Raises DataError for the sampler of an open stream.
@@ -60,7 +65,9 @@ async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
         for sampler in samplers:
             if isinstance(sampler, Rollouts):
                 announced.enter_context(sampler.announced())
-        weights = await policy.weights()
+        weights = await (policy.weights() if adapter is None else policy.weights(adapter))
+        if name is not None:
+            weights = weights.named(name)
         for sampler in samplers:
             began = to.now() if to else 0.0
             if isinstance(sampler, Rollouts):

@@ -202,13 +202,13 @@ class SimLearner(SimRole):
     version: int = 0
     """Number of updates."""
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Write nothing."""
 
-    async def restore(self, folder: str) -> None:
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
         """Read nothing."""
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         """Write nothing."""
         await self._work("save")
 
@@ -245,7 +245,7 @@ class SimPolicy(SimLearner, Policy):
         zeros = _zeros(batch.tokens, Source.trainer(self.version))
         return LossResult(batch.only().assign(logprobs=zeros, losses=zeros), _metrics(len(batch)))
 
-    async def step(self, optimizer: Step | None = None) -> Metrics:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Metrics:
         """Increment the version. It takes no time if the record has only updates."""
         await self._work("step")
         rows, self._added = self._added, 0
@@ -257,7 +257,7 @@ class SimPolicy(SimLearner, Policy):
         await self._work("logprobs", len(batch))
         return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self.version)))
 
-    async def weights(self) -> Weights:
+    async def weights(self, adapter: str | None = None) -> Weights:
         """Return weights with a version only."""
         await self._work("weights")
         return Weights(self.version, {})

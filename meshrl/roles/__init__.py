@@ -29,6 +29,7 @@ from meshrl.roles.config import (
     TeacherConfig,
     check_axes,
     chosen_options,
+    name_of_adapter,
     options_of,
     with_options,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "import_path",
     "memory_of",
     "models_of",
+    "name_of_adapter",
     "options_of",
     "packages_of",
     "places_of",

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 from meshrl.algo import Gae, Loss
 from meshrl.data import Batch, LossResult, Metrics, Weights
-from meshrl.errors import BackendError
-from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
-from meshrl.roles.config import Sampling, Step
+from meshrl.errors import BackendError, ConfigError, DataError
+from meshrl.mesh import EVERY, Actor, Gather, Mean, Same, Shard, endpoint
+from meshrl.roles.config import LoraConfig, Sampling, Step
 
 
 class Stateful(Actor, ABC):
@@ -81,9 +81,10 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def step(self, optimizer: Step | None = None) -> Mean[Metrics]:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Mean[Metrics]:
         """Make one optimizer step with all gradients since the last one, and drop them.
 
+        `adapter`: step over the adapter of this name alone. Default: that of rows that name none, or the whole model.
         `optimizer` replaces values of the policy's table in this step. Returns what `update` returns for all these rows
         together. DataError if there are no gradients. ModelError if the gradient is not finite: it is dropped, and no
         step is made.
@@ -96,13 +97,56 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def weights(self) -> Gather[Weights, EVERY]:
-        """Return the current weights, to which each rank contributes a part. Their version is the number of steps."""
+    async def weights(self, adapter: str | None = None) -> Gather[Weights, EVERY]:
+        """Return the current weights, to which each rank contributes a part. Their version is the number of steps.
+
+        `adapter`: the weights of the adapter of this name, as its `sync` says: alone, or merged into the model.
+        """
 
     @endpoint
     @abstractmethod
-    async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder (weights, config, tokenizer), completely or not at all."""
+    async def save(self, folder: str, adapter: str | None = None) -> None:
+        """Write a Hugging Face folder (weights, config, tokenizer), completely or not at all.
+
+        Adapters are written like peft's: named ones into folders of their names inside. `adapter`: only this one, into
+        the folder itself.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
+        """Write the whole state, as every `Stateful` does, or that of one adapter.
+
+        Adapters in a state of the whole are there with their tables, and `restore` adds those that are missing.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
+        """Load what `checkpoint` wrote. The state of one adapter may become that of one with another name.
+
+        Raises ModelError, and changes nothing, if the state is of another model, or of adapters with another rank or
+        other targets.
+        """
+
+    @endpoint
+    async def add_adapter(self, name: str, lora: LoraConfig) -> None:
+        """Add an adapter on the frozen base, without any effect yet, with an optimizer and a schedule of its own.
+
+        Rows name it in their text column `adapter`, and several adapters may take part in a call. ConfigError if the
+        name is taken, a target is no layer, the policy trains its base too, or the backend has no adapters.
+        """
+        raise ConfigError(f"{type(self).__name__} has no adapters: use the backend torch or fsdp")
+
+    @endpoint
+    async def drop_adapter(self, name: str) -> None:
+        """Drop an adapter with its optimizer and the gradients that wait for a step. ConfigError if there is none."""
+        raise ConfigError(f"{type(self).__name__} has no adapter {name!r}")
+
+    @endpoint
+    async def adapters(self) -> Same[dict[str, int]]:
+        """Return the number of steps of each adapter by name, those of `lora` as "default". Empty without adapters."""
+        return {}
 
 
 class Reference(Actor, ABC):
@@ -153,6 +197,11 @@ class Sampler(Actor, ABC):
     """The language model that generates completions."""
 
     @endpoint
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that `load` added. DataError if there is none, or rows are still decoded with it."""
+        raise DataError(f"{type(self).__name__} has no adapter {name!r}")
+
+    @endpoint
     @abstractmethod
     def generate(self, prompts: Shard[Batch], sampling: Sampling) -> AsyncIterator[Gather[Batch]]:
         """Generate completions, and yield finished rows, some at a time.
@@ -196,6 +245,10 @@ class Sampler(Actor, ABC):
         rank), `call` (the number of a call of `generate` on the rank) and `steps` (the number of steps that the call
         had made). There is one row for each call that was decoding, and one with -1 steps for the next call. Rows of
         aborts since the last load come first.
+
+        Weights of one adapter are added under its name, or replace the earlier ones of that name. Rows that name it in
+        the text column `adapter` use them from their next token on. A version under a name of its own
+        (`Weights.named`) stays for the rows that name it.
 
         If the weights have a probe, a sampler with a model adds `difference`, float64: the mean distance of its
         log-probs from the policy's. A sampler that measures it adds `pause`, float64: the seconds in which it sampled

@@ -1,6 +1,7 @@
 """The configuration tables of roles: backend, mesh, model, how the role trains, and how completions are sampled."""
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
@@ -19,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from meshrl.config import Config, PathIn
-from meshrl.data import OnError
+from meshrl.data import DEFAULT_ADAPTER, OnError
 from meshrl.errors import BackendError, ConfigError
 from meshrl.hub import HUB_ID
 from meshrl.roles.registry import BackendOptions, backends, models_of, options_schema
@@ -232,6 +233,25 @@ class LoraConfig(Config):
     sync: Literal["merged", "adapters"] = "merged"
     """What the policy sends to samplers: `merged` sends whole weights, `adapters` only the adapters, which samplers add
     to the model that they have loaded."""
+    seed: int | None = None
+    """Random seed of the first values. Default: the policy's."""
+    optimizer: OptimizerConfig | None = None
+    """The optimizer of these adapters, with its own schedule. Default: the policy's."""
+
+
+def name_of_adapter(name: str) -> str:
+    """Return the name of an adapter. ValueError if it cannot be one."""
+    if not re.fullmatch(ADAPTER_NAME, name):
+        raise ValueError(f"{name!r} is no name of an adapter: take letters, digits, `-`, `_` and `.`, at most 128")
+    if name == DEFAULT_ADAPTER:
+        raise ValueError(f"{name!r} is the adapter of rows that name none: declare it as `lora`")
+    return name
+
+
+ADAPTER_NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+"""What the name of an adapter looks like. It is the name of a folder, too."""
+NamedAdapters: TypeAlias = dict[Annotated[str, AfterValidator(name_of_adapter)], LoraConfig]
+"""Adapters by name."""
 
 
 Packing: TypeAlias = Literal["auto", "packed", "padded"]
@@ -261,7 +281,13 @@ class PolicyConfig(PassConfig):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them. This saves memory and takes time."""
     lora: LoraConfig | None = None
-    """Train adapters. Default: train all parameters."""
+    """Train adapters. Default: train all parameters, unless there are `adapters`."""
+    adapters: NamedAdapters | None = None
+    """Named adapters on the same frozen base, each with a table like `lora`. Rows name theirs in a text column,
+    `adapter`; those that name none are of `lora`. An empty table: all are added while the policy runs."""
+    share_passes: bool = False
+    """Read rows of several adapters in one pass if they are few. Faster, but then the last bits of an adapter's
+    gradient depend on the rows of others."""
     weight_sync: Literal["auto", "delta", "broadcast"] = "auto"
     """How weights go to samplers. `auto`: a copy of all weights, by the shortest route that there is between the two
     sides. `delta`: to other machines only changes, without loss; keeps a copy of the last weights. `broadcast`: each
@@ -273,11 +299,22 @@ class PolicyConfig(PassConfig):
     """Memory in MiB. Each sender and receiver of `weight_sync = "broadcast"` needs at most twice as much, for six
     buckets in flight. 4 MiB of that, or an eighth if that is less, stay free for plans and threads. In FP8, 12 MiB."""
 
+    @property
+    def is_adapted(self) -> bool:
+        """True if the model is a frozen base of adapters."""
+        return self.lora is not None or self.adapters is not None
+
+    @property
+    def declared(self) -> Mapping[str, LoraConfig]:
+        """The adapters of the table, by name."""
+        return {**({DEFAULT_ADAPTER: self.lora} if self.lora else {}), **(self.adapters or {})}
+
     @model_validator(mode="after")
     def _sends_all_or_adapters(self) -> Self:
-        if self.weight_sync == "broadcast" and self.lora:
+        if self.weight_sync == "broadcast" and self.is_adapted:
             raise ValueError(
-                'weight_sync = "broadcast" sends all weights, and cannot be combined with lora: remove one of the two'
+                'weight_sync = "broadcast" sends all weights, and cannot be combined with '
+                f"{'lora' if self.lora else 'adapters'}: remove one of the two"
             )
         if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
             raise ValueError('weight_sync_dtype = "fp8" is for broadcasts: set weight_sync = "broadcast", or remove it')
@@ -361,9 +398,17 @@ class SamplerConfig(ModelConfig):
     """Sequences that a rank decodes at once. When one is finished, the next takes its slot."""
     lora: LoraConfig | None = None
     """The policy's adapters, if their `sync` is "adapters". The algorithm's configuration fills it in."""
+    adapters: NamedAdapters | None = None
+    """The policy's named adapters of this kind, which prompts name in a text column, `adapter`. Others may be loaded
+    later. The algorithm's configuration fills it in."""
     record_experts: bool = False
     """Record the experts that each token of a mixture-of-experts model is routed to, so that the policy uses the
     same."""
+
+    @property
+    def declared(self) -> Mapping[str, LoraConfig]:
+        """The adapters of the table, by name."""
+        return {**({DEFAULT_ADAPTER: self.lora} if self.lora else {}), **(self.adapters or {})}
 
 
 MOST_COMPLETIONS: Final = 65_536

@@ -84,7 +84,11 @@ async def merge_adapters(run: Path, folder: Path) -> Path:
     """
     _, policy = read_policy(run)
     if policy.lora is None:
-        raise ConfigError(f"{run} has trained no adapters: its whole model is in {run / 'model'}")
+        named = ", ".join(policy.adapters or ())
+        raise ConfigError(
+            f"{run} has trained {f'the adapters {named}, of which none is `lora`' if named else 'no adapters'}: its "
+            f"model is in {run / 'model'}"
+        )
     _check_free(folder)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=run) as scratch:
         source, whole = await newest_model(run, policy, Path(scratch))
@@ -127,7 +131,9 @@ async def _model_folder(policy: PolicyConfig, source: Path, scratch: Path) -> Pa
     folder = source if source.name == "model" else await _saved(policy, scratch / "model", _first_policy(source))
     if not (folder / "adapter_config.json").is_file():
         return folder
-    return await _saved(policy.model_copy(update={"model": str(folder), "lora": None}), scratch / "merged")
+    return await _saved(
+        policy.model_copy(update={"model": str(folder), "lora": None, "adapters": None}), scratch / "merged"
+    )
 
 
 def _first_policy(checkpoint: Path) -> Path:

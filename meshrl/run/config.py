@@ -276,7 +276,7 @@ class AlgorithmConfig(Config):
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
         """Return the table with the policy's model and the run's seed in each role with a model that sets none.
 
-        A sampler also gets the policy's adapters if `lora.sync` is "adapters".
+        A sampler also gets the policy's adapters whose `sync` is "adapters".
         """
         filled = dict(table)
         run, policy, task = table.get("run"), table.get("policy"), table.get("task")
@@ -292,6 +292,12 @@ class AlgorithmConfig(Config):
             return filled
         lora = policy.get("lora")
         adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
+        named = policy.get("adapters")
+        if isinstance(named, Mapping):
+            alone = {
+                key: own for key, own in named.items() if isinstance(own, Mapping) and own.get("sync") == "adapters"
+            }
+            adapters |= {"adapters": alone} if alone else {}
         shared = {key: policy[key] for key in _OF_THE_POLICYS_MODEL if key in policy}
         for name, field in cls.model_fields.items():
             kinds = _with_the_policys_model(field.annotation)

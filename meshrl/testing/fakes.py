@@ -90,11 +90,11 @@ class _Learner:
         self.version = state.updates
         self.updates.clear()
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Write `state.json`."""
         _write(folder, "state.json", msgspec.json.encode(self._state()))
 
-    async def restore(self, folder: str) -> None:
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
         """Read `state.json`. Raises DataError if it belongs to another role."""
         state = _read_state(folder)
         if state.role != self.state_of:
@@ -104,7 +104,7 @@ class _Learner:
             )
         self._set_state(state)
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         """Write the number of updates as text."""
         _write(folder, "updates", str(self.version).encode())
 
@@ -167,7 +167,7 @@ class FakePolicy(_Learner, Policy):
         zeros = batch.only().assign(logprobs=_zeros(batch, Source.trainer(version)), losses=_zeros(batch))
         return LossResult(zeros, self._metrics([batch]))
 
-    async def step(self, optimizer: Step | None = None) -> Metrics:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Metrics:
         """Learn if there is a signal. Raises DataError if there are no rows since the last step."""
         if not self.added:
             raise DataError("nothing to step on: call forward_backward first")
@@ -183,21 +183,21 @@ class FakePolicy(_Learner, Policy):
         rows = float(sum(map(len, batches)))
         return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(rows, 1.0))
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Write `state.json`. Raises DataError between `forward_backward` and `step`."""
         if self.added:
             raise DataError("gradients wait for a step, and a checkpoint does not hold them: call `step` before it")
-        await super().checkpoint(folder, wait)
+        await super().checkpoint(folder, wait, adapter)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Return log-probs of zero."""
         return batch.assign(logprobs=_zeros(batch, Source.trainer(self.version)))
 
-    async def weights(self) -> Weights:
+    async def weights(self, adapter: str | None = None) -> Weights:
         """Return the skill, with the number of updates as version."""
         return Weights(self.version, {_SKILL: np.array([self.skill])})
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         """Write the skill as JSON."""
         _write(folder, "skill.json", msgspec.json.encode(self.skill))
 

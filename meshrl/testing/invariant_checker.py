@@ -70,9 +70,9 @@ class Witness(Policy):
         await self._record(batch)
         return await self.policy.forward_backward(batch, loss)
 
-    async def step(self, optimizer: Step | None = None) -> Metrics:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Metrics:
         """Call the policy."""
-        return await self.policy.step(optimizer)
+        return await self.policy.step(optimizer, adapter)
 
     async def _record(self, batch: Batch) -> None:
         known = await batch.load("groups", "oldest_version")
@@ -85,26 +85,26 @@ class Witness(Policy):
         """Call the policy."""
         return await self.policy.logprobs(batch)
 
-    async def weights(self) -> Weights:
+    async def weights(self, adapter: str | None = None) -> Weights:
         """Call the policy, and record the version as published."""
-        weights = await self.policy.weights()
+        weights = await self.policy.weights(adapter)
         self.versions.append(weights.version)
         return weights
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         """Write nothing."""
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Call the policy."""
-        await self.policy.checkpoint(folder, wait)
+        await self.policy.checkpoint(folder, wait, adapter)
 
     async def written(self) -> None:
         """Call the policy."""
         await self.policy.written()
 
-    async def restore(self, folder: str) -> None:
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
         """Call the policy."""
-        await self.policy.restore(folder)
+        await self.policy.restore(folder, adapter)
 
     def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
         """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.

@@ -53,6 +53,7 @@ KL: dict[str, Any] = {"kl": 0.1}
 PAGES = {
     **dict.fromkeys(("gspo", "cispo", "reinforce_pp_baseline", "opo", "gpg"), group()),
     "grpo": group(steps=12, by_reference={"loss": {"kl": 0.1}}),
+    "streamed_grpo": group(steps=12, by_reference={"loss": {"kl": 0.1, "anchor": "trainer"}, "parts": 3}),
     "rloo": group(by_reference=KL),
     "reinforce": single(),
     "dr_grpo": group(loss={"constant": 4}),
@@ -74,7 +75,7 @@ PAGES = {
     "process_reward": Page({"rows": 8, "steps": 10}),
 }
 COMPARES_A_GROUP = (
-    *("grpo", "rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp_baseline", "opo", "gpg"),
+    *("grpo", "streamed_grpo", "rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp_baseline", "opo", "gpg"),
     *("multiturn", "online_dpo"),
 )
 

@@ -37,7 +37,7 @@ TAUGHT: dict[str, dict[str, Any]] = {
     "reinforce_pp": SINGLE | TWICE | KL,  # all columns there are: a value for each token, and log-probs of two models
     "ppo": SINGLE | TWICE | {"critic": {"optimizer": {"lr": 0.02}}},
     **dict.fromkeys(("grpo", "gspo", "reinforce_pp_baseline"), GROUP | TWICE),
-    **dict.fromkeys(("opo", "gpg"), GROUP),
+    **dict.fromkeys(("opo", "gpg", "streamed_grpo"), GROUP),
     "rloo": GROUP | KL,
     "reinforce": SINGLE,
     "dr_grpo": GROUP | TWICE | {"loss": {"constant": 4}},

@@ -95,19 +95,34 @@ class World:
         self.seed, self.random = seed, Random(seed)
         self.ahead, self.n, self.size = self.random.randrange(5), self.random.randint(1, 3), self.random.randint(1, 4)
         self.swap: SwapMode = self.random.choice(SWAPS)
-        self.policy = delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=SHORT)
+        self.parts = Random(f"parts {seed}").choice([1, 1, 2, 4])
+        times = {"update": Lognormal(1, 0.5), "forward_backward": Lognormal(0.3, 1), "step": SHORT}
+        self.policy = delayed(FakePolicy, seed=seed, weights=SHORT, **times)
 
     def slow(self, sampler: type[FakeSampler]) -> type[FakeSampler]:
         return delayed(sampler, seed=self.seed, generate=Lognormal(0.3, 1), load=SHORT)
 
     async def train(self, witness: Witness, stream: Rollouts, then: Callable[[], Awaitable[object]]) -> None:
         async with stream:
-            async for batch in stream:
-                told = await batch.load()
-                assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by")))
-                assert np.all(np.less_equal(told.row("staleness"), self.ahead))
-                await witness.update(told, rl.CrossEntropy())
+            while self.parts > 1:
+                count = 0
+                async for part in stream.parts(self.parts):
+                    count += 1
+                    await witness.forward_backward(await self.seen(part), rl.CrossEntropy())
+                if not count:
+                    return
+                assert count <= self.parts
+                await witness.step()
                 await then()
+            async for batch in stream:
+                await witness.update(await self.seen(batch), rl.CrossEntropy())
+                await then()
+
+    async def seen(self, batch: rl.Batch) -> rl.Batch:
+        told = await batch.load()
+        assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by")))
+        assert np.all(np.less_equal(told.row("staleness"), self.ahead))
+        return told
 
 
 class FragileEngine(rl.LocalEngine):

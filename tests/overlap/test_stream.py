@@ -29,7 +29,9 @@ async def train(policy: rl.Policy, batch: rl.Batch) -> None:
     await policy.update(batch.assign(advantages=batch.rewards - 0.5), rl.ClippedLoss())
 
 
-async def streamed(steps: int, size: int = 4, sampler: rl.Sampler | None = None, **chosen: object) -> list[rl.Batch]:
+async def streamed(
+    steps: int, size: int = 4, sampler: rl.Sampler | None = None, parts: int = 1, **chosen: object
+) -> list[rl.Batch]:
     policy, sampler = FakePolicy(POLICY), sampler or FakeSampler(SAMPLER)
     reward = FakeReward(REWARD)
     batches: list[rl.Batch] = []
@@ -37,7 +39,10 @@ async def streamed(steps: int, size: int = 4, sampler: rl.Sampler | None = None,
     stream = rl.rollouts(sampler, prompts(size), SAMPLING, score=reward.score, **chosen)  # type: ignore[arg-type]
     async with stream:
         for _ in range(steps):
-            batches.append(await anext(stream))
+            if parts > 1:
+                batches += [part async for part in stream.parts(parts)]
+            else:
+                batches.append(await anext(stream))
             await train(policy, batches[-1])
             await rl.publish(policy, stream)
     return batches
@@ -103,6 +108,48 @@ def test_rollouts_go_on_while_the_policy_trains() -> None:
 
     assert simulate(lambda: took(0)) == pytest.approx(10 * (12 * 0.25 + 3))
     assert simulate(lambda: took(1)) == pytest.approx(10 * 3, rel=0.1)
+
+
+def test_a_step_begins_before_its_batch_is_whole() -> None:
+    async def took(ahead: int, parts: int) -> tuple[float, list[int]]:
+        policy = delayed(FakePolicy, forward_backward=3.0 / parts)(POLICY)
+        sampler, sizes, ends = delayed(FakeSampler, generate=0.25)(SAMPLER), list[int](), list[float]()
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=ahead) as stream:
+            for _ in range(12):
+                async for part in stream.parts(parts):
+                    assert len(part) == 3 * len(set(part.groups.tolist()))
+                    sizes.append(len(part))
+                    await policy.forward_backward(part, rl.CrossEntropy())
+                await policy.step()
+                await rl.publish(policy, stream)
+                ends.append(asyncio.get_running_loop().time())
+        return ends[-1] - ends[1], sizes
+
+    assert simulate(lambda: took(0, 1))[0] == pytest.approx(10 * (12 * 0.25 + 3))
+    seconds, sizes = simulate(lambda: took(0, 4))
+    assert seconds == pytest.approx(10 * (12 * 0.25 + 3 / 4), rel=0.1)
+    assert sizes == [3] * 4 * 12
+
+
+def test_what_is_left_of_a_batch_comes_before_the_next() -> None:
+    async def script() -> list[list[int]]:
+        policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, islice(prompts(4), 2), rl.Sampling(), ahead=1) as stream:
+            begun = [await anext(stream.parts(4))]
+            with pytest.raises(
+                DataError, match="2 of the 4 groups of a batch were delivered in parts: take the others"
+            ):
+                await anext(stream)
+            with pytest.raises(DataError, match="cannot come in 0 parts"):
+                await anext(stream.parts(0))
+            left = [part async for part in stream.parts(2)]
+            await rl.publish(policy, stream)
+            whole, ended = await anext(stream), [part async for part in stream.parts(3)]
+            return [groups(begun), groups(left), groups([whole]), groups(ended)]
+
+    assert simulate(script) == [[0, 1], [2, 3], [4, 5, 6, 7], []]
 
 
 def test_groups_that_keep_does_not_want_are_replaced() -> None:
@@ -236,13 +283,16 @@ async def test_a_stream_is_used_inside_its_block_alone_and_weights_are_published
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("swap", "ranks"), [("in_flight", 1), ("drain", 2), ("abort", 2)])
-def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode, ranks: int) -> None:
+@pytest.mark.parametrize(("swap", "ranks", "parts"), [("in_flight", 1, 3), ("drain", 2, 1), ("abort", 2, 1)])
+def test_a_run_that_follows_a_schedule_computes_the_same_bits(
+    tmp_path: Path, swap: SwapMode, ranks: int, parts: int
+) -> None:
     def run(name: str, seed: int, replayed: str | None = None) -> list[rl.Batch]:
         async def script() -> list[rl.Batch]:
             slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
             sampler = await spawned(slow, rl.LocalEngine(), ranks)
-            return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=sampler)
+            chosen: dict[str, object] = {"swap": swap, "keep": lambda batch: batch.groups % 5, "sampler": sampler}
+            return await streamed(10, ahead=2, parts=parts, **chosen)  # type: ignore[arg-type]
 
         with noted(tmp_path, name, replayed):
             return simulate(script, seed=seed)

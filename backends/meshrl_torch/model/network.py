@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
+from meshrl_torch.model.adapted import Adapters, Names, Reading, Uses, own_name, reading
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.linear import use_onednn
@@ -52,6 +53,8 @@ class LanguageModel(Words):
     """What reads the segments of a packed pass as rows."""
     layout: Layout = PACKED
     """How it reads the rows of a pass."""
+    adapters: Adapters | None = None
+    """The adapters of a model that is frozen otherwise."""
 
     @property
     def body(self) -> PreTrainedModel:
@@ -66,8 +69,12 @@ class LanguageModel(Words):
     def split(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
         """Divide rows into micro-batches of at most `budget` tokens, as its layout does.
 
-        Mixers read what rows share again for each row, so there it counts for each.
+        Mixers read what rows share again for each row, so there it counts for each. They and the head have other tokens
+        than the rest of the body, so there rows of several adapters are not mixed.
         """
+        adapters = self.adapters
+        if adapters is not None and adapters.mixes and not (adapters.in_head or self.mixers is not None):
+            rows = replace(rows, mixed=True)
         if self.mixers is not None and self.layout is PACKED:
             return micro_batches(tokens, rows, learn, budget, repeats=True)
         return self.layout.split(tokens, rows, learn, budget)
@@ -79,19 +86,23 @@ class LanguageModel(Words):
         attend: Attend,
         routes: Routes | None = None,
         beyond: Tensor | None = None,
+        uses: Uses | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
 
-        `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is.
+        `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is. `uses`: the
+        adapters of this pass, and of the head for its states. None: the default one.
         """
-        self.begin(routes, beyond)
+        self.begin(routes, beyond, uses)
         if self.mixers is not None and self.layout is PACKED:
             self.mixers.batches = Batches.of(attend, ids.device)
         attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
         return self.layout.read(self.body, ids, positions, attend)
 
-    def begin(self, routes: Routes | None, beyond: Tensor | None) -> None:
-        """Begin a pass of the body: the experts of its tokens, and which are in rows longer than `native_tokens`."""
+    def begin(self, routes: Routes | None, beyond: Tensor | None, uses: Uses | None = None) -> None:
+        """Begin a pass: the experts of its tokens, which are in rows longer than `native_tokens`, and their adapters."""
+        if self.adapters is not None:
+            self.adapters.begin(uses)
         if self.routers is not None:
             self.routers.routes = routes
         if self.rotaries is not None:
@@ -99,8 +110,14 @@ class LanguageModel(Words):
         if self.mixers is not None:
             self.mixers.batches = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
+    def reading(self, names: Names | None) -> Reading | None:
+        """Return who reads tokens, by the name of each one's adapter. None without adapters, or for the default one."""
+        return reading(names, self.device) if self.adapters and self.adapters.named and names is not None else None
+
+    def logits(self, hidden: Tensor, uses: Reading | None = None) -> Tensor:
+        """Return float32[tokens, vocabulary] from hidden states [tokens, hidden]. `uses`: if not as the pass began."""
+        if self.adapters is not None and uses is not None:
+            self.adapters.uses = self.adapters.uses._replace(head=uses)
         return self._logits(hidden).float()
 
     def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
@@ -131,10 +148,14 @@ class LanguageModel(Words):
             self.check_row(tokens[int(row)].tolist(), batch.place(int(row)))
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model."""
+        """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model.
+
+        Adapters are not part of them.
+        """
         once: dict[tuple[int, torch.Size, torch.dtype], tuple[str, Tensor]] = {}
         for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
-            once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
+            own = own_name(name) if self.adapters else name
+            once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (own, tensor))
         return dict(once.values())
 
 

@@ -48,6 +48,10 @@ class Rows:
     """The row's first target, a position in the row. Targets end at position `inputs`."""
     beyond: NDArray[np.bool_]
     """bool[rows]: the whole row is longer than the model's native length. It shares nothing with rows that are not."""
+    reader: Ints
+    """The number of the adapter that reads the row. Rows of two adapters share no tokens."""
+    mixed: bool = False
+    """True if a pass may read rows of several adapters."""
     apart: bool = False
     """True if rows share only their prompt, because each row has other data for the same tokens, such as experts."""
 
@@ -100,10 +104,13 @@ def with_idle(micros: list[MicroBatch], passes: int) -> list[MicroBatch]:
     return micros + [IDLE] * (passes - len(micros))
 
 
-def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False, native: int = ANY) -> Rows:
+def learned(
+    tokens: Ragged, mask: Ragged, *, apart: bool = False, native: int = ANY, readers: Ints | None = None
+) -> Rows:
     """Return what training reads: each row with a learned token, up to the last such token.
 
-    `native`: the longest row with the model's native positions.
+    `native`: the longest row with the model's native positions. `readers`: as `Rows.reader`, of all rows of `tokens`.
+    None: one reads all.
     """
     spans = np.flatnonzero(mask.values)
     row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
@@ -112,7 +119,8 @@ def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False, native: int = 
     starts = tokens.offsets[rows]
     first = spans[firsts] - starts
     beyond = tokens.lengths[rows] > native
-    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first, beyond), apart=apart)
+    own = _readers(readers, rows)
+    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first, beyond, own), apart=apart)
 
 
 def check_first(tokens: Ragged, mask: Ragged) -> None:
@@ -127,10 +135,12 @@ def check_first(tokens: Ragged, mask: Ragged) -> None:
         )
 
 
-def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False, native: int = ANY) -> Rows:
+def whole(
+    tokens: Ragged, mask: Ragged | None, *, apart: bool = False, native: int = ANY, readers: Ints | None = None
+) -> Rows:
     """Return what scoring every token reads. If the mask marks prompts, each is read once for all its rows.
 
-    `native`: as in `learned`.
+    `native` and `readers`: as in `learned`.
     """
     starts, lengths = tokens.offsets[:-1], tokens.lengths
     rows = np.flatnonzero(lengths > 1)
@@ -143,7 +153,8 @@ def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False, native: i
         first = spans[np.minimum(after, len(spans) - 1)] - starts if len(spans) else prompt
         prompt = np.where(has_target & (first <= inputs), first, 0)
     first, beyond = np.ones(len(rows), np.int64), inputs + 1 > native
-    return replace(_with_families(tokens, starts, inputs, prompt, first, beyond), apart=apart)
+    own = _readers(readers, rows)
+    return replace(_with_families(tokens, starts, inputs, prompt, first, beyond, own), apart=apart)
 
 
 def ends(tokens: Ragged, prompt: Ints, *, native: int = ANY) -> Rows:
@@ -154,19 +165,25 @@ def ends(tokens: Ragged, prompt: Ints, *, native: int = ANY) -> Rows:
     """
     rows = np.flatnonzero(tokens.lengths)
     starts, inputs = tokens.offsets[rows], tokens.lengths[rows] - 1
-    return _with_families(tokens, starts, inputs, np.minimum(prompt[rows], inputs), inputs, inputs > native)
+    own = np.minimum(prompt[rows], inputs)
+    return _with_families(tokens, starts, inputs, own, inputs, inputs > native, np.zeros_like(inputs))
+
+
+def _readers(readers: Ints | None, rows: Ints) -> Ints:
+    return np.zeros(len(rows), np.int64) if readers is None else readers[rows]
 
 
 def _with_families(
-    tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints, beyond: NDArray[np.bool_]
+    tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints, beyond: NDArray[np.bool_], reader: Ints
 ) -> Rows:
-    names: dict[tuple[bool, bytes], int] = {}
+    names: dict[tuple[int, bytes], int] = {}
     values = tokens.values
     spans = zip(starts.tolist(), (starts + prompt).tolist(), strict=True)
-    keys = ((far, values[start:end].tobytes()) for far, (start, end) in zip(beyond.tolist(), spans, strict=True))
+    kinds = (2 * reader + beyond).tolist()
+    keys = ((kind, values[start:end].tobytes()) for kind, (start, end) in zip(kinds, spans, strict=True))
     family = np.fromiter((names.setdefault(key, len(names)) for key in keys), np.int64, len(starts))
     alone = np.bincount(family, minlength=1)[family] == 1
-    return Rows(starts, inputs, np.where(alone, 0, prompt), family, first, beyond)
+    return Rows(starts, inputs, np.where(alone, 0, prompt), family, first, beyond, reader)
 
 
 def micro_batches(
@@ -178,7 +195,36 @@ def micro_batches(
 
     Rows that begin alike stay together, and others are sorted by length, so that few shapes of attention are needed.
     """
-    order, shared = _alike(tokens, rows, np.arange(len(rows.starts)))
+    for part in _of_readers(rows, budget, lambda own: _packable(tokens, rows, own, budget, repeats)):
+        yield packed(tokens, rows, part, learn)
+
+
+def _of_readers(rows: Rows, budget: int, divide: Callable[[Ints], Iterator[Ints]]) -> Iterator[Ints]:
+    """Yield the rows of micro-batches, divided for each reader as if it were alone.
+
+    If they may be mixed, small ones of several readers are joined.
+    """
+    readers = np.unique(rows.reader)
+    parts = [part for reader in readers for part in divide(np.flatnonzero(rows.reader == reader))]
+    if not rows.mixed or len(readers) < 2:
+        yield from parts
+        return
+    sizes = np.array([rows.inputs[part].sum() for part in parts])
+    joined: list[Ints] = []
+    filled = 0
+    for number in np.argsort(sizes, kind="stable").tolist():
+        if joined and filled + sizes[number] > budget:
+            yield np.concatenate(joined)
+            joined, filled = [], 0
+        joined.append(parts[number])
+        filled += sizes[number]
+    yield np.concatenate(joined)
+
+
+def _packable(tokens: Ragged, rows: Rows, own: Ints, budget: int, repeats: bool) -> Iterator[Ints]:
+    """Divide some rows, by their numbers, into parts for one pass each."""
+    places, shared = _alike(tokens, rows, own)
+    order = own[places]
     prefix, family = rows.prefix[order], rows.family[order]
     tree = np.cumsum(shared == 0) - 1  # a row that shares nothing with the previous one starts a tree
     longest = np.zeros(len(order), np.int64)
@@ -191,8 +237,7 @@ def micro_batches(
     places = np.lexsort((within, tree, longest[tree]))
     begins = np.diff(tree[places], prepend=-1) != 0
     shared = np.where(begins, 0, np.where(deep, shared, prefix)[places])
-    for part in _filled(rows, order[places], np.zeros_like(shared) if repeats else shared, budget):
-        yield packed(tokens, rows, part, learn)
+    yield from _filled(rows, order[places], np.zeros_like(shared) if repeats else shared, budget)
 
 
 def _filled(rows: Rows, order: Ints, shared: Ints, budget: int) -> Iterator[Ints]:
@@ -216,7 +261,7 @@ def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
     it.
     """
     starts, inputs = rows.starts[part], rows.inputs[part]
-    family = rows.family[part] if rows.apart else rows.beyond[part]
+    family = rows.family[part] if rows.apart else 2 * rows.reader[part] + rows.beyond[part]
     spans = [tokens.values[start : start + length] for start, length in zip(starts, inputs, strict=True)]
     keys = [(number, span.tobytes()) for number, span in zip(family.tolist(), spans, strict=True)]
     order = np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64)
@@ -267,14 +312,19 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
 
 def padded_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
     """Fill micro-batches of at most `budget` tokens with padding, of rows of about one length. Nothing is shared."""
-    order = np.argsort(rows.inputs, kind="stable")
+    for part in _of_readers(rows, budget, lambda own: _paddable(rows, own, budget)):
+        yield padded(tokens, rows, part, learn)
+
+
+def _paddable(rows: Rows, own: Ints, budget: int) -> Iterator[Ints]:
+    order = own[np.argsort(rows.inputs[own], kind="stable")]
     start = 0
     for index, width in enumerate(np.maximum(2, rows.inputs[order]).tolist()):  # as `padded`
         if index > start and (index + 1 - start) * width > budget:
-            yield padded(tokens, rows, order[start:index], learn)
+            yield order[start:index]
             start = index
     if start < len(order):
-        yield padded(tokens, rows, order[start:], learn)
+        yield order[start:]
 
 
 def padded(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:

@@ -10,10 +10,11 @@ import msgspec
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshrl.data import DEFAULT_ADAPTER
 from meshrl.errors import ModelError
-from meshrl.roles import PolicyConfig
 from meshrl_torch.model import lora
-from meshrl_torch.model.loading import opens, quiet
+from meshrl_torch.model.adapted import Adapter
+from meshrl_torch.model.loading import quiet
 from meshrl_torch.model.network import LanguageModel
 
 VALUE_HEAD: Final = "value_head.safetensors"
@@ -27,27 +28,36 @@ def write(
     folder: str,
     value_head: Mapping[str, Tensor] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
-    adapted: PolicyConfig | None = None,
 ) -> None:
     """Write a Hugging Face folder. `tensors`: the model's tensors, if it has only shards of them.
 
-    A value head gets its own file, which other readers of the model ignore. `adapted`: write only the adapters of this
-    table, as peft does, with the tokenizer, and their base model if transformers cannot open it by its name. ModelError
-    if the path exists and is no model.
+    A value head gets its own file, which other readers of the model ignore. ModelError if the path exists and is no
+    model.
     """
     with _replaced(folder) as fresh:
-        if adapted and adapted.lora:
-            tensors, base = tensors or model.tensors(), opens(adapted.model)
-            if base is None:
-                base = str(Path(folder).expanduser().absolute() / _BASE)
-                _write_whole(model, fresh / _BASE, lora.base_of(tensors))
-            fresh.mkdir(exist_ok=True)
-            lora.write(tensors, adapted.lora, base, fresh)
-        else:
-            _write_whole(model, fresh, tensors)
+        _write_whole(model, fresh, tensors)
         model.tokenizer.save_pretrained(fresh)
         if value_head is not None:
             save_file(dict(value_head), fresh / VALUE_HEAD)
+
+
+def write_adapters(
+    model: LanguageModel, folder: str, adapters: Mapping[str, Adapter], base: str | None, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write adapters as peft does, with the tokenizer: one called "default" into the folder, others into their own.
+
+    `base`: the name by which transformers opens their base model. None: it has none, and its `tensors` are written too.
+    ModelError if the path exists and is no model.
+    """
+    with _replaced(folder) as fresh:
+        if base is None:
+            base = str(Path(folder).expanduser().absolute() / _BASE)
+            _write_whole(model, fresh / _BASE, tensors)
+        for name, adapter in adapters.items():
+            own = fresh if name == DEFAULT_ADAPTER else fresh / name
+            own.mkdir(exist_ok=True, parents=True)
+            lora.write(adapter, base, own)
+            model.tokenizer.save_pretrained(own)
 
 
 def _write_whole(model: LanguageModel, folder: Path, tensors: Mapping[str, Tensor] | None) -> None:
@@ -63,8 +73,10 @@ def _write_whole(model: LanguageModel, folder: Path, tensors: Mapping[str, Tenso
 def _replaced(folder: str) -> Generator[Path]:
     """Yield a temporary folder, and rename it at the end. Replaces an older model."""
     target = Path(folder).expanduser()
-    models = [target / "config.json", target / "adapter_config.json"]
-    if target.exists() and not (target.is_dir() and (any(map(Path.exists, models)) or not any(target.iterdir()))):
+    models = (
+        each for name in ("config.json", "adapter_config.json", "*/adapter_config.json") for each in target.glob(name)
+    )
+    if target.exists() and not (target.is_dir() and (any(models) or not any(target.iterdir()))):
         raise ModelError(f"cannot save to {target}: it has other files and no config.json. Choose a separate folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:

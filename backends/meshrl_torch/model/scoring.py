@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, for the policy and the reference alike."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import spread
-from meshrl.data import Batch, Ragged, Source, check_lengths
+from meshrl.data import BASE, DEFAULT_ADAPTER, Batch, Ragged, Source, adapters_of, check_lengths
+from meshrl_torch.model.adapted import Uses
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.packing import MicroBatch, Rows, Split, micro_batches, whole, with_idle
+from meshrl_torch.model.packing import IDLE, MicroBatch, Rows, Split, micro_batches, whole, with_idle
 from meshrl_torch.model.routing import COLUMN, Routes, followed
 from meshrl_torch.ranks.process_group import SINGLE_RANK, RankGroup, Share
 
@@ -46,11 +47,23 @@ def one_by_one(predict: Predict) -> PredictAll:
     return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
-def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None) -> Tensor:
+def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None, uses: Uses | None = None) -> Tensor:
     """Return the hidden states that predict a micro-batch's targets, [targets, hidden]."""
     placed = micro.to(model.device)
-    hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond)
+    hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond, uses)
     return hidden.flatten(0, 1).index_select(0, placed.source)
+
+
+def used(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Uses | None:
+    """Return the adapters of a micro-batch's tokens. An idle pass reads one of the batch's, or any other."""
+    if model.adapters is None:
+        return None
+    names = np.array(adapters_of(batch, model.adapters.named), np.str_)
+    if micro is IDLE:
+        names = names if len(names) else np.array([*model.adapters.named, BASE], np.str_)
+        return Uses.of(names[:1], model.device)
+    rows = np.searchsorted(batch.tokens.offsets, micro.read, side="right") - 1
+    return Uses.of(names[rows], model.device, micro.source.numpy())
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
@@ -59,7 +72,8 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
     The targets are the batch's `targets`, if it has them, in place of its tokens. Logits are divided by the batch's
     `temperature` if it has one. `follows`: tokens are routed to the experts in the batch, if it has some.
     """
-    hidden = states(model, micro, followed(batch, micro, model.device) if follows else None)
+    routes = followed(batch, micro, model.device) if follows else None
+    hidden = states(model, micro, routes, used(model, batch, micro))
     named = batch.ragged(TARGETS) if TARGETS in batch else batch.tokens
     tokens = moved(torch.from_numpy(named.values[micro.target].astype(np.int64)), model.device)
     return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
@@ -78,6 +92,23 @@ def check_readable(model: LanguageModel, batch: Batch) -> None:
         check_lengths(TARGETS, batch.ragged(TARGETS).lengths, batch.tokens.lengths)
     if "temperature" in batch:
         spread(batch, "temperature", np.empty(0, np.int64))
+
+
+class Readers(NamedTuple):
+    """The adapters that read the rows of a batch."""
+
+    names: Sequence[str]
+    """`DEFAULT_ADAPTER` alone if the model has none."""
+    rows: NDArray[np.int64]
+    """The number of each row's adapter, int64[rows]."""
+
+
+def readers(model: LanguageModel, batch: Batch) -> Readers:
+    """Return the adapters of a batch's rows. DataError if a row names an unknown one."""
+    if model.adapters is None:
+        return Readers([DEFAULT_ADAPTER], np.zeros(len(batch), np.int64))
+    names, rows = np.unique(np.array(adapters_of(batch, model.adapters.named), np.str_), return_inverse=True)
+    return Readers(names.tolist(), rows.astype(np.int64))
 
 
 @torch.no_grad()
@@ -100,7 +131,10 @@ def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged 
 
 
 def logprobs(
-    passes: Passes, batch: Batch, source: Source, check: Callable[[LanguageModel, Batch], object] = check_readable
+    passes: Passes,
+    batch: Batch,
+    source: Source | None,
+    check: Callable[[LanguageModel, Batch], object] = check_readable,
 ) -> Ragged:
     """Return the log-probability of each token of `tokens`, ragged float32 with this source. 0 for a row's first token.
 
@@ -111,7 +145,8 @@ def logprobs(
 
     def rows() -> Rows:
         check(passes.model, batch)
-        return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens)
+        own = readers(passes.model, batch)
+        return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens, readers=own.rows)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)
 
@@ -121,12 +156,14 @@ def most_probable(model: LanguageModel, batch: Batch, top: int, budget: int, spl
 
     Ragged int32[tokens, top] and float32[tokens, top].
     """
-    tokens = batch.tokens
+    tokens, own = batch.tokens, readers(model, batch)
+    rows = whole(tokens, None, native=model.native_tokens, readers=own.rows)
     ids = np.zeros((len(tokens.values), top), np.int32)
     logprobs = np.zeros((len(tokens.values), top), np.float32)
     with torch.no_grad():
-        for micro in split(tokens, whole(tokens, None, native=model.native_tokens), None, budget):
-            best = model.logits(states(model, micro)).log_softmax(-1).topk(top, -1)
+        for micro in split(tokens, rows, None, budget):
+            hidden = states(model, micro, uses=used(model, batch, micro))
+            best = model.logits(hidden).log_softmax(-1).topk(top, -1)
             ids[micro.target] = best.indices.cpu().numpy()
             logprobs[micro.target] = best.values.cpu().numpy()
     return Ragged(ids, tokens.offsets), Ragged(logprobs, tokens.offsets)

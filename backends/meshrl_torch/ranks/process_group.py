@@ -1,7 +1,7 @@
 """The process group of a rank's process, and the ranks that compute one model together."""
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -251,9 +251,16 @@ class RankGroup:
 
     def total(self, share: Callable[[], Share]) -> Share:
         """Combine the shares of all ranks. An error of one rank is raised on all."""
-        different = dict(self.agree(lambda: (self.place, share()))).values()
-        passes, tokens, rows = zip(*different, strict=True)
-        return Share(max(passes), sum(tokens), sum(rows))
+        return self.totals(lambda: {"": share()})[""]
+
+    def totals(self, shares: Callable[[], Mapping[str, Share]]) -> Mapping[str, Share]:
+        """Combine the shares of all ranks by name. A rank may lack a name. An error of one rank is raised on all."""
+        different = dict(self.agree(lambda: (self.place, shares()))).values()
+        combined: dict[str, Share] = {}
+        for name in sorted({name for each in different for name in each}):
+            passes, tokens, rows = zip(*(each[name] for each in different if name in each), strict=True)
+            combined[name] = Share(max(passes), sum(tokens), sum(rows))
+        return combined
 
     def first(self, work: Callable[[], None]) -> None:
         """Run `work` on one rank, while the others wait. An error is raised on all."""

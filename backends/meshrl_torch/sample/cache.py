@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.attention import Attend, Packed, Scores
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs
@@ -44,29 +45,47 @@ class Slots(Protocol):
         """Copy the first positions of the source slots to the target slots, int64 each."""
         ...
 
-    def fill(self, model: LanguageModel, prefixes: Sequence[Ints], which: Ints, slots: Ints, records: bool) -> States:
+    def fill(
+        self,
+        model: LanguageModel,
+        prefixes: Sequence[Ints],
+        which: Ints,
+        slots: Ints,
+        records: bool,
+        adapters: Names | None = None,
+    ) -> States:
         """Read prefixes, sorted by length, and remember prefix `which[i]` in slot `slots[i]`.
 
-        `records`: experts are recorded.
+        `records`: experts are recorded. `adapters`: that of each prefix, by name. None: the default one.
         """
         ...
 
-    def grow(self, model: LanguageModel, ids: Ints, places: Ints, records: bool) -> States:
-        """Read the token `ids[i]` at position `places[i]` of slot i. Later slots are free."""
+    def grow(
+        self, model: LanguageModel, ids: Ints, places: Ints, records: bool, adapters: Names | None = None
+    ) -> States:
+        """Read the token `ids[i]` at position `places[i]` of slot i, with its adapter. Later slots are free."""
         ...
 
 
 def read(
-    model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend, had: Ints, records: bool
+    model: LanguageModel,
+    ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    had: Ints,
+    records: bool,
+    adapters: Names | None,
 ) -> tuple[Tensor, NDArray[np.int16] | None]:
     """Return the last hidden states, and the tokens' experts if they are recorded.
 
     `had`, int64[batch * tokens]: the tokens of each one's row. A call's rows never grow past the native length.
+    `adapters`: that of each token, by name.
     """
     routes = Routes() if records else None
     beyond = had >= model.native_tokens
     rows = torch.from_numpy(beyond).view(ids.shape) if beyond.any() else None
-    hidden = model.hidden(ids, positions, attend, routes, rows)
+    own = model.reading(adapters)
+    hidden = model.hidden(ids, positions, attend, routes, rows, own and Uses(own, own))
     return hidden, None if routes is None else routes.recorded()
 
 
@@ -107,7 +126,15 @@ class Cache:
             for states in (key, value):
                 states[target, :, :positions] = states[source, :, :positions]
 
-    def fill(self, model: LanguageModel, prefixes: Sequence[Ints], which: Ints, slots: Ints, records: bool) -> States:
+    def fill(
+        self,
+        model: LanguageModel,
+        prefixes: Sequence[Ints],
+        which: Ints,
+        slots: Ints,
+        records: bool,
+        adapters: Names | None = None,
+    ) -> States:
         """Read prefixes in one pass."""
         lengths = np.array([len(prefix) for prefix in prefixes], np.int64)
         ends = np.cumsum(lengths)
@@ -117,15 +144,19 @@ class Cache:
         attend = Prefill(packed, self, *map(torch.from_numpy, where))
         ids, positions = np.concatenate(prefixes), runs(np.zeros_like(lengths), lengths)
         row = torch.from_numpy(ids)[None], torch.from_numpy(positions)[None]
-        hidden, experts = read(model, *row, attend, np.repeat(lengths, lengths), records)
+        names = None if adapters is None else np.repeat(adapters, lengths)
+        hidden, experts = read(model, *row, attend, np.repeat(lengths, lengths), records, names)
         return States(hidden[0][torch.from_numpy(ends - 1)], experts)
 
-    def grow(self, model: LanguageModel, ids: Ints, places: Ints, records: bool) -> States:
+    def grow(
+        self, model: LanguageModel, ids: Ints, places: Ints, records: bool, adapters: Names | None = None
+    ) -> States:
         """Read a token for each slot in one pass."""
         longest = int(places.max()) + 1
         positions = torch.from_numpy(places.copy())
         attend = Decode(self, positions, longest, even=int(places.min()) + 1 == longest)
-        hidden, experts = read(model, torch.from_numpy(ids)[:, None], positions[:, None], attend, places, records)
+        row = torch.from_numpy(ids)[:, None], positions[:, None]
+        hidden, experts = read(model, *row, attend, places, records, adapters)
         return States(hidden[:, 0], experts)
 
     def _grown(self, like: Tensor, old: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ Slots 0 to `count` are the rows being decoded. The last of them replaces a row t
 forward pass over the first slots of the cache.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from meshrl_torch.model.packing import runs
 from meshrl_torch.model.said import decode, reach_of
 from meshrl_torch.sample.cache import Slots
 from meshrl_torch.sample.draw import Draw, UInt64
-from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread
+from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread, versions_of
 
 PREFILL_TOKENS: Final = 16384
 """Most prompt tokens in one forward pass."""
@@ -63,7 +63,7 @@ class Decoder:
         self._ends = np.array(sorted(request.ends), np.int32)
         self._calls = 1
         self._call = np.zeros(self._rows, np.int64)  # of each row
-        self._seeds = np.full(self._rows, draw.seed)
+        self._seeds = np.broadcast_to(draw.seed, self._rows)
         self._left = {0: self._rows}
         """For each unfinished call, its number of rows that are decoded or wait."""
         self._finished: dict[int, list[Finished]] = {}
@@ -95,7 +95,7 @@ class Decoder:
         number, self._calls = self._calls, self._calls + 1
         self._left[number] = count
         self._call = np.concatenate([self._call, np.full(count, number)])
-        self._seeds = np.concatenate([self._seeds, np.full(count, seed)])
+        self._seeds = np.concatenate([self._seeds, np.broadcast_to(seed, count)])
         self._rows += count
         self._grow(min(self._most, self._rows))
         return number
@@ -119,14 +119,17 @@ class Decoder:
         self._left.pop(call, None)
 
     @torch.inference_mode()
-    def step(self, version: int) -> None:
-        """Admit waiting rows if enough slots are free, then sample one token for each row in a slot."""
+    def step(self, versions: Mapping[str, int]) -> None:
+        """Admit waiting rows if enough slots are free, then sample one token for each row in a slot.
+
+        `versions`: those of the adapters by name.
+        """
         waiting = self._rows - self._next
         free = self._slots - self._count
         if waiting and free >= min(self._refill, waiting, self._slots):
-            self._admit(min(free, waiting), version)
+            self._admit(min(free, waiting), versions)
         if self._count:
-            self._record(0, self._forward(), version)
+            self._record(0, self._forward(), versions)
             self._retire()
 
     def _forward(self) -> Tensor:
@@ -135,12 +138,13 @@ class Decoder:
         places = self._place[:count]
         self._reserve(int(places.max()) + 2)
         ids = self._columns["tokens"][np.arange(count), places].astype(np.int64)
-        states = self._cache.grow(self._model, ids, places, self._records)
+        adapters = self._request.adapters[self._row[:count]]
+        states = self._cache.grow(self._model, ids, places, self._records, adapters)
         if states.experts is not None:
             self._columns["experts"][np.arange(count), places] = states.experts
-        return self._model.logits(states.hidden)
+        return self._model.logits(states.hidden, self._model.reading(adapters))
 
-    def _admit(self, count: int, version: int) -> None:
+    def _admit(self, count: int, versions: Mapping[str, int]) -> None:
         """Put the next rows into the slots after the last. Each prefix is read once for all its rows."""
         rows = np.arange(self._next, self._next + count)
         self._next += count
@@ -154,7 +158,7 @@ class Decoder:
             self._row[here], self._prompt[here] = part, starts
             self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
             self._reserve(int(lengths.max()) + 1)
-            self._record(first, self._prefill(part, np.arange(first, self._count)), version)
+            self._record(first, self._prefill(part, np.arange(first, self._count)), versions)
         self._retire()
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
@@ -172,7 +176,7 @@ class Decoder:
 
     def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
         """Read the prefixes of these rows into their slots. Returns float32[rows, vocabulary] for their last tokens."""
-        prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
+        prefixes, firsts, which = np.unique(self._request.prefix[rows], return_index=True, return_inverse=True)
         order = np.argsort(self._request.lengths[prefixes], kind="stable")
         number = np.argsort(order)[which]  # of each row's prefix, in this order
         ids = [np.array(self._request.prefixes[prefix], np.int64) for prefix in prefixes[order]]
@@ -183,20 +187,23 @@ class Decoder:
         self._columns["tokens"][slot, places] = np.concatenate(ids)[entries]
         self._columns["logprobs"][slot, places] = 0
         self._columns["versions"][slot, places] = -1
-        states = self._cache.fill(self._model, ids, number, slots, self._records)
+        adapters = self._request.adapters[rows[firsts[order]]]
+        states = self._cache.fill(self._model, ids, number, slots, self._records, adapters)
         if states.experts is not None:
             self._columns["experts"][slot, places] = states.experts[entries]
-        return self._model.logits(states.hidden)[torch.from_numpy(number)]
+        logits = self._model.logits(states.hidden, self._model.reading(adapters))
+        return logits[torch.from_numpy(number)]
 
-    def _record(self, first: int, logits: Tensor, version: int) -> None:
+    def _record(self, first: int, logits: Tensor, versions: Mapping[str, int]) -> None:
         """Sample the next token of the slots from `first` on."""
         here = slice(first, first + len(logits))
         self._place[here] += 1
         place = self._place[here]
         row = self._row[here]
         draw = replace(self._draw, seed=self._seeds[row])
-        tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], version)
-        new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": version, "experts": -1}
+        own = versions_of(self._request.adapters[row], versions)
+        tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
+        new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
             self._columns[name][slots, place] = values

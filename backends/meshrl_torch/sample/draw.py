@@ -44,19 +44,19 @@ class Draw:
         return self.sampling.temperature or 1.0
 
     def __call__(
-        self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64], version: int = 0
+        self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64], versions: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
         """Sample the next token, int64[B], with its log-probability, float32[B], from float32[B, vocabulary].
 
         `rows` and `places` are int64[B]: the row in the call, and the token in the row. `top_k` and `top_p` restrict
         sampling. The log-probability is that of the whole distribution at the temperature. ModelError if the weights,
-        of this version, give a NaN or an infinite logit.
+        of these versions, int64[B], give a NaN or an infinite logit.
         """
         logprobs = (logits / self.temperature if self.temperature != 1 else logits).log_softmax(-1)
         broken = np.flatnonzero(logprobs[:, 0].isnan().numpy())  # one such logit makes the whole row NaN
         if len(broken):
             raise ModelError(
-                f"row {rows[broken[0]]} has logits that are not finite, by weights of version {version}: training has "
+                f"row {rows[broken[0]]} has logits that are not finite, by weights of version {versions[broken[0]]}: training has "
                 "broken the model, or its folder has such weights. Resume from a checkpoint, with a lower "
                 "policy.optimizer.lr"
             )

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.routing import Routes
 from meshrl_torch.sample.cache import Ints, States
@@ -25,6 +26,8 @@ class Peers:
     slots: Ints
     ids: Tensor
     """int64[rows, tokens]: what they have read."""
+    adapters: Names | None = None
+    """The adapter of each, by name. None: the default one."""
     cache: object | None = None
     """The model's own, made by its first pass. None if it has none that can be used."""
 
@@ -32,6 +35,7 @@ class Peers:
         """Keep some rows, bool[rows], or take them by number."""
         numbers = torch.from_numpy(np.arange(len(self.slots))[rows])
         count, self.ids, self.slots = len(self.ids), self.ids[numbers], self.slots[rows]
+        self.adapters = None if self.adapters is None else self.adapters[rows]
         self.cache = _selected(self.cache, count, numbers, {})
 
 
@@ -58,7 +62,15 @@ class OwnCache:
         for peers in self._peers:
             peers.slots = np.array([names.get(slot, slot) for slot in peers.slots.tolist()], np.int64)
 
-    def fill(self, model: LanguageModel, prefixes: Sequence[Ints], which: Ints, slots: Ints, records: bool) -> States:
+    def fill(
+        self,
+        model: LanguageModel,
+        prefixes: Sequence[Ints],
+        which: Ints,
+        slots: Ints,
+        records: bool,
+        adapters: Names | None = None,
+    ) -> States:
         """Read the prefixes of each length in one pass."""
         hidden: list[Tensor] = []
         experts: list[NDArray[np.int16]] = []
@@ -66,7 +78,8 @@ class OwnCache:
         first = 0
         for _, group in groupby(prefixes, len):
             ids = torch.from_numpy(np.stack(list(group)))
-            peers = Peers(np.arange(first, first + len(ids)), ids[:, :0])
+            own = None if adapters is None else adapters[first : first + len(ids)]
+            peers = Peers(np.arange(first, first + len(ids)), ids[:, :0], own)
             states = self._read(model, peers, ids, records)
             hidden.append(states.hidden)
             experts += [] if states.experts is None else [states.experts]
@@ -77,8 +90,10 @@ class OwnCache:
             first += len(ids)
         return States(torch.cat(hidden), np.concatenate(experts) if experts else None)
 
-    def grow(self, model: LanguageModel, ids: Ints, places: Ints, records: bool) -> States:
-        """Read a token for the rows of each length in one pass."""
+    def grow(
+        self, model: LanguageModel, ids: Ints, places: Ints, records: bool, adapters: Names | None = None
+    ) -> States:
+        """Read a token for the rows of each length in one pass. Their adapters are those of their prefixes."""
         hidden: list[Tensor] = []
         experts: list[NDArray[np.int16]] = []
         self._drop(lambda slots: slots >= len(places))
@@ -102,7 +117,9 @@ class OwnCache:
         read = peers.ids if self._keyword is None else ids
         routes = Routes() if records else None
         is_beyond = peers.ids.shape[1] >= model.native_tokens
-        model.begin(routes, torch.ones_like(read, dtype=torch.bool) if is_beyond else None)
+        names = None if peers.adapters is None else np.repeat(peers.adapters, read.shape[1])
+        own = model.reading(names)
+        model.begin(routes, torch.ones_like(read, dtype=torch.bool) if is_beyond else None, own and Uses(own, own))
         if self._keyword is None:
             output = model.body(input_ids=read, use_cache=False)
         else:

@@ -1,6 +1,6 @@
 """The common part of all samplers: rows to token sequences to continue, and decoded tokens to rollouts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -9,10 +9,11 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import Batch, Ragged, Source, adapters_of
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.roles import Sampling
+from meshrl_torch.model.adapted import Names
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.rows import observed
@@ -23,7 +24,7 @@ Ints = NDArray[np.int64]
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns of rows that are to be continued."""
-_BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers")
+_BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers", "adapters")
 """Fields of a request with a value for each row."""
 _NEWEST: Final = np.iinfo(np.int32).max
 
@@ -49,6 +50,8 @@ class Request:
     """Most tokens of each row's completion, int64[rows]."""
     numbers: Ints
     """Numbers that determine each row's random numbers, int64[rows]."""
+    adapters: Names
+    """The adapter of each row by name, which is that of its prefix too."""
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
@@ -89,6 +92,12 @@ class Finished:
     """[sum of lengths, layers, experts of a token]. 0 layers if experts are not recorded."""
 
 
+def versions_of(adapters: Names, versions: Mapping[str, int]) -> Ints:
+    """Return the version of each row's adapter, int64[rows], given those of all by name."""
+    names, number = np.unique(adapters, return_inverse=True)
+    return np.array([versions[str(name)] for name in names], np.int64)[number]
+
+
 def unread(request: Request, rows: Ints, routed: tuple[int, ...]) -> Finished:
     """Return rows of a request by their numbers, as they are if they are aborted before they are decoded."""
     prefixes = [request.prefixes[prefix] for prefix in request.prefix[rows].tolist()]
@@ -110,10 +119,18 @@ def unread(request: Request, rows: Ints, routed: tuple[int, ...]) -> Finished:
 class Rollouts:
     """The rows of one call of `generate`: the request to decode, and the batches of results."""
 
-    def __init__(self, words: Words, prompts: Batch, sampling: Sampling, routed: tuple[int, int] = (0, 0)) -> None:
-        """Raises DataError for a row that cannot be read, or is too long with all its new tokens.
+    def __init__(
+        self,
+        words: Words,
+        prompts: Batch,
+        sampling: Sampling,
+        routed: tuple[int, int] = (0, 0),
+        adapters: Collection[str] = (),
+    ) -> None:
+        """Raises DataError for a row that cannot be read, is too long with all its new tokens, or names no adapter.
 
-        `routed`: number of layers that route, and of experts for each token, if experts are recorded.
+        `routed`: number of layers that route, and of experts for each token, if experts are recorded. `adapters`: those
+        that rows may name.
         """
         self._words = words
         self._routed = routed
@@ -129,6 +146,7 @@ class Rollouts:
             rows, self._full = observed(words, rows)
         if self._continued and routed[0]:
             rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
+        self._adapters: Names = np.array(adapters_of(rows, adapters), np.str_)
         self.rows: Final = rows
         """`n` rows for each prompt."""
         request, ended = self._read()
@@ -137,8 +155,8 @@ class Rollouts:
         self.ended: Final = ended
         """The rows that have ended already."""
 
-    def batch(self, finished: Finished, version: int) -> Batch:
-        """Return finished rows. `version` is for rows without a new token."""
+    def batch(self, finished: Finished, versions: Mapping[str, int]) -> Batch:
+        """Return finished rows. `versions` of the adapters are for rows without a new token."""
         rows = self.rows.select(finished.rows)
         offsets = np.append(0, np.cumsum(finished.lengths))
         place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
@@ -147,7 +165,7 @@ class Rollouts:
             had = runs(offsets[:-1], rows.tokens.lengths)
             finished.logprobs[had] = rows.sampler_logprobs.values
             finished.versions[had] = rows.versions.values
-        oldest = np.full(len(rows), version, np.int32)
+        oldest = versions_of(self._adapters[finished.rows], versions).astype(np.int32)
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
         prompts, said = _split(finished.tokens, offsets, finished.prompts)
@@ -171,7 +189,7 @@ class Rollouts:
 
     def _read(self) -> tuple[Request, Finished]:
         rows, sampling = self.rows, self._sampling
-        prefixes, prefix, starts = _prefixes(rows) if self._continued else self._prompts()
+        prefixes, prefix, starts = self._prefixes() if self._continued else self._prompts()
         lengths = lengths_of(prefixes)[prefix]
         own = rows.row("max_tokens") if "max_tokens" in rows else sampling.max_tokens
         limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
@@ -188,7 +206,8 @@ class Rollouts:
         if len(np.unique(numbers)) != len(numbers):  # rows repeated since the split must not sample equally
             numbers = np.arange(len(rows))
         stops = self._words.stops(sampling)
-        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, stops, sampling.stop)
+        names = np.arange(len(rows))
+        request = Request(prefixes, prefix, names, starts, limits, numbers, self._adapters, stops, sampling.stop)
         if not self._continued or not len(rows):
             self._check_growth(request)
             return request, unread(request, np.arange(0), self._routed)
@@ -216,7 +235,7 @@ class Rollouts:
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
         """Return the distinct prompts, the number of each row's prompt, and its length."""
         prompts = prompts_of(self.rows, self._words.chat)
-        keys = list(map(repr, prompts))
+        keys = list(zip(map(repr, prompts), self._adapters.tolist(), strict=True))
         different = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         prompt = np.fromiter(map(different.__getitem__, keys), np.int64, len(keys))
         firsts = np.unique(prompt, return_index=True)[1].tolist()
@@ -224,6 +243,23 @@ class Rollouts:
         for tokens, row in zip(ids, firsts, strict=True):
             self._words.check_known(tokens, self.rows.place(row))
         return ids, prompt, lengths_of(ids)[prompt]
+
+    def _prefixes(self) -> tuple[list[list[int]], Ints, Ints]:
+        """Return the distinct token sequences to continue, that of each row, and the starts of completions."""
+        rows = self.rows
+        empty = np.flatnonzero(rows.tokens.lengths == 0)
+        if len(empty):
+            raise DataError(
+                f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the columns "
+                f"{', '.join(_PREFIX)} to start all rows from their prompts"
+            )
+        different: dict[tuple[bytes, str], int] = {}
+        tokens = [row.astype(np.int32).tobytes() for row in rows.tokens]
+        keys = zip(tokens, self._adapters.tolist(), strict=True)
+        prefix = np.fromiter((different.setdefault(key, len(different)) for key in keys), np.int64, len(rows))
+        prefixes = [np.frombuffer(each, np.int32).tolist() for each, _ in different]
+        starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
+        return prefixes, prefix, np.array(starts, np.int64)
 
     def _stopped(self, request: Request) -> NDArray[np.bool_]:
         """True for each row whose completion has an end already, bool[rows]."""
@@ -235,22 +271,6 @@ class Rollouts:
             texts = decode(self._words, said, prompts)
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
-
-
-def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
-    """Return the distinct token sequences to continue, that of each row, and the starts of completions."""
-    empty = np.flatnonzero(rows.tokens.lengths == 0)
-    if len(empty):
-        raise DataError(
-            f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the columns "
-            f"{', '.join(_PREFIX)} to start all rows from their prompts"
-        )
-    different: dict[bytes, int] = {}
-    tokens = [row.astype(np.int32) for row in rows.tokens]
-    prefix = np.fromiter((different.setdefault(row.tobytes(), len(different)) for row in tokens), np.int64, len(rows))
-    prefixes = [np.frombuffer(each, np.int32).tolist() for each in different]
-    starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
-    return prefixes, prefix, np.array(starts, np.int64)
 
 
 def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:

@@ -1,18 +1,21 @@
 """The sampler of the torch backend: a decode loop for Hugging Face models, which calls can share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 import numpy as np
+import torch
 
-from meshrl.data import ArrivalLog, Batch, Source, Weights
-from meshrl.errors import ModelError
-from meshrl.roles import GenerateCall, SamplerConfig, Sampling, SteppingSampler
+from meshrl.data import BASE, AdapterOf, ArrivalLog, Batch, Source, Weights
+from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.roles import GenerateCall, LoraConfig, SamplerConfig, Sampling, SteppingSampler
+from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.loading import load
-from meshrl_torch.model.lora import adapt, adapters
+from meshrl_torch.model.lora import add_adapter
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import Passes, logprobs, most_probable, one_by_one, predicted
 from meshrl_torch.ranks.process_group import own_rank
@@ -51,9 +54,9 @@ class SharedDecoding:
     calls join only with `JoinedSampling`.
     """
 
-    def __init__(self, decoder: Decoder, version: Callable[[], int]) -> None:
-        """`version`: returns that of the weights before each step. Its error ends all calls."""
-        self._decoder, self._version = decoder, version
+    def __init__(self, decoder: Decoder, versions: Callable[[], Mapping[str, int]]) -> None:
+        """`versions`: returns those of all adapters before each step. Its error ends all calls."""
+        self._decoder, self._versions = decoder, versions
         self._parts: dict[int, JoinedCall] = {}
         """By number."""
         self._steps = 0
@@ -100,7 +103,7 @@ class SharedDecoding:
                     else:
                         part.call.count()
                 if self._parts:
-                    self._decoder.step(self._version())
+                    self._decoder.step(self._versions())
                     self._steps += 1
                     for number in list(self._decoder.finished):
                         self._hand_over(self._parts[number], is_last=not self._decoder.has(number))
@@ -128,27 +131,39 @@ class TorchSampler(SteppingSampler):
         own_rank()
         self._config = config
         model, self._new_cache = remembered(load(config))
-        self._model = adapt(model, config.lora, config.seed)
-        tensors = self._model.tensors()
-        self._taken = adapters(tensors) if config.lora else tensors
-        """The tensors that new weights are copied to."""
+        self._adapters = Adapters()
+        self._model = replace(model, adapters=self._adapters)
+        for name, lora in config.declared.items():
+            self._add(name, lora)
         self._routed = routed(self._model) if config.record_experts else (0, 0)
-        self._version = 0
+        self._versions = dict.fromkeys((BASE, *self._adapters.named), 0)
+        """Of the whole model, and of each adapter by name."""
         self._refused = ""
         """Why the model's samples cannot be trusted. Empty if they can."""
         self._arrivals = ArrivalLog()
         self._caches: list[Slots] = []
         self._shared: dict[Sampling, SharedDecoding] = {}
         """The newest for each sampling."""
+        self._busy = Counter[str]()
+        """Number of running calls with rows of each adapter."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Yield finished rollouts, those of some steps together. Without rows, yields one empty batch.
 
         ModelError if the last weights do not compute the same as the policy.
         """
-        rollouts = Rollouts(self._model, prompts, sampling, self._routed)
+        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named)
+        names = set(rollouts.request.adapters.tolist())
+        self._busy.update(names)
+        try:
+            async for batch in self._generated(rollouts, sampling):
+                yield batch
+        finally:
+            self._busy.subtract(names)
+
+    async def _generated(self, rollouts: Rollouts, sampling: Sampling) -> AsyncIterator[Batch]:
         if len(rollouts.ended.rows):
-            yield rollouts.batch(rollouts.ended, self._version)
+            yield rollouts.batch(rollouts.ended, self._versions)
         if sampling.joins and len(rollouts.request.limits) and not self.generate_calls.is_replayed:
             async for batch in self._joined(rollouts, sampling):
                 yield batch
@@ -156,31 +171,31 @@ class TorchSampler(SteppingSampler):
         cache = self._caches.pop() if self._caches else self._new_cache()
         try:
             async with self.generate_calls.begin(sampling.beside) as call:
-                version = self._version
-                draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.turn))
+                versions = dict(self._versions)
+                draw = Draw(sampling, self._seeds(rollouts, sampling, call))
                 slots, request = self._config.slots, rollouts.request
                 decoder = Decoder(self._model, cache, request, draw, slots, routed=self._routed)
                 while decoder.busy:
                     finished = decoder.take() if call.steps % YIELD_STEPS == 0 else None
                     if finished is not None:
-                        yield rollouts.batch(finished, version)
+                        yield rollouts.batch(finished, versions)
                     if not await call.step():
                         decoder.stop()
                         break
-                    version = self._usable()
-                    decoder.step(version)
+                    versions = dict(self._usable())
+                    decoder.step(versions)
         finally:
             self._caches.append(cache)
         finished = decoder.take()
         if finished is not None or not len(rollouts.rows):
-            yield rollouts.batch(finished or rollouts.ended, version)
+            yield rollouts.batch(finished or rollouts.ended, versions)
 
     async def _joined(self, rollouts: Rollouts, sampling: Sampling) -> AsyncIterator[Batch]:
         """Decode rows together with those of other calls."""
         request = rollouts.request
         async with self.generate_calls.begin() as call:
-            version = self._version
-            seed = key(self._config.seed, sampling.seed, version, call.turn)
+            versions = dict(self._versions)
+            seed = self._seeds(rollouts, sampling, call)
             shared = self._shared.get(sampling)
             if shared is not None and shared.room >= len(request.limits):
                 part = shared.join(call, request, seed)
@@ -191,7 +206,7 @@ class TorchSampler(SteppingSampler):
                 part = shared.begin(call, partial(self._ended, sampling, shared, cache))
             try:
                 while (finished := await shared.finished(part)) is not None:
-                    yield rollouts.batch(finished, version)
+                    yield rollouts.batch(finished, versions)
             finally:
                 shared.leave(part)
 
@@ -200,11 +215,18 @@ class TorchSampler(SteppingSampler):
         if self._shared.get(sampling) is shared:
             del self._shared[sampling]
 
-    def _usable(self) -> int:
-        """Return the version of the weights. ModelError if they cannot be trusted."""
+    def _seeds(self, rollouts: Rollouts, sampling: Sampling, call: GenerateCall) -> UInt64:
+        """Return what determines each row's random numbers, uint64[rows]: among others the version of its adapter."""
+        names, number = np.unique(rollouts.request.adapters, return_inverse=True)
+        versions = [self._versions[str(name)] for name in names]
+        seeds = [key(self._config.seed, sampling.seed, version, call.turn) for version in versions]
+        return np.array(seeds, np.uint64)[number]
+
+    def _usable(self) -> Mapping[str, int]:
+        """Return the versions of all adapters. ModelError if the weights cannot be trusted."""
         if self._refused:
             raise ModelError(self._refused)
-        return self._version
+        return self._versions
 
     async def logprobs(self, batch: Batch, top: int = 0) -> Batch:
         """Add `logprobs`, and with `top` the most probable tokens at each place. The first weights are version 0."""
@@ -225,21 +247,84 @@ class TorchSampler(SteppingSampler):
         arrived, it samples no more until others come.
         """
         async with self.generate_calls.loading() as places:
-            if isinstance(weights, LiveWeights):
-                weights.load_into(self._taken, partial(self._refuse, weights))
+            if weights.adapter is not None:
+                name, difference = weights.adapter.name, self._load_adapter(weights, weights.adapter)
             else:
-                import_weights(self._taken, weights)
+                name, difference = BASE, self._load_whole(weights)
             self._arrivals.note(weights)
-            self._version, self._refused = weights.version, ""
-            if weights.probe is None:
-                return places
-            difference = probe_difference(self._model, one_by_one(partial(predicted, self._model)), weights.probe)
+            self._versions[name] = weights.version
+        return places if difference is None else places.assign(difference=np.full(len(places), difference))
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. DataError if there is none of that name, or rows are still decoded with it."""
+        if name not in self._adapters.named:
+            raise DataError(
+                f"there is no adapter {name!r} to drop: there are {', '.join(self._adapters.named) or 'none'}"
+            )
+        if self._busy[name]:
+            raise DataError(
+                f"the adapter {name!r} decodes rows of {self._busy[name]} calls of `generate`: wait for them, or abort them"
+            )
+        self._adapters.drop(self._model.network, name)
+        del self._versions[name]
+
+    def _load_whole(self, weights: Weights) -> float | None:
+        """Copy a whole model's weights into the base. Returns their difference from the policy's, if it was measured."""
+        tensors = self._model.tensors()
+        if self._config.lora is not None:
+            raise ModelError(
+                f"weights of version {weights.version} belong to another model: they are whole, and this sampler adds "
+                "adapters to the model that it has: give the policy and this role the same `lora`"
+            )
+        if isinstance(weights, LiveWeights):
+            weights.load_into(tensors, partial(self._refuse, weights))
+        else:
+            import_weights(tensors, weights)
+        self._refused = ""
+        try:
+            return self._difference(weights, BASE)
+        except ModelError as error:
+            self._refused = str(error)
+            self._versions[BASE] = weights.version
+            raise
+
+    def _load_adapter(self, weights: Weights, of: AdapterOf) -> float | None:
+        """Copy the weights of an adapter, which is added if it is new. Returns their difference, as for whole ones.
+
+        After an error the old ones stay in use.
+        """
+        new = of.name not in self._adapters.named
+        if new:
+            targets = tuple({name.partition(".lora_")[0]: None for name in weights.tensors})
+            lora = LoraConfig(rank=of.rank, alpha=of.alpha, targets=targets, sync="adapters")
             try:
-                check_probe(weights, difference, self._config.dtype)
-            except ModelError as error:
-                self._refused = str(error)
-                raise
-        return places.assign(difference=np.full(len(places), difference))
+                self._add(of.name, lora)
+            except ConfigError as error:
+                raise ModelError(f"weights of version {weights.version} belong to another model: {error}") from error
+        own = self._adapters.named[of.name].parameters
+        before = {name: each.detach().clone() for name, each in own.items()}
+        try:
+            import_weights(own, weights)
+            return self._difference(weights, of.name)
+        except BaseException:
+            for name, each in own.items():
+                each.data.copy_(before[name])
+            if new:
+                self._adapters.drop(self._model.network, of.name)
+            raise
+
+    def _add(self, name: str, lora: LoraConfig) -> None:
+        dtype, device = getattr(torch, self._config.dtype), self._model.device
+        add_adapter(self._model, name, lora, seed=self._config.seed, dtype=dtype, device=device)
+
+    def _difference(self, weights: Weights, adapter: str) -> float | None:
+        """Return the mean difference from the policy's log-probs. ModelError if it is too large, None without a probe."""
+        if weights.probe is None:
+            return None
+        predict = one_by_one(partial(predicted, self._model))
+        difference = probe_difference(self._model, predict, weights.probe, adapter)
+        check_probe(weights, difference, self._config.dtype)
+        return difference
 
     def _refuse(self, weights: Weights) -> None:
         """Sample nothing while only some tensors are new."""

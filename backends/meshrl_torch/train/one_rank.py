@@ -1,19 +1,22 @@
 """The backend `torch`: a whole model on one rank, in training or frozen."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshrl.data import DEFAULT_ADAPTER
 from meshrl.errors import ContractError
-from meshrl.roles import ModelConfig, ReferenceConfig, RewardModelConfig
+from meshrl.roles import ModelConfig, OptimizerConfig, ReferenceConfig, RewardModelConfig
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import TrainingState
 from meshrl_torch.model import saving
+from meshrl_torch.model.adapted import Adapter
 from meshrl_torch.model.heads import kind_of
-from meshrl_torch.model.loading import load
+from meshrl_torch.model.loading import load, opens
 from meshrl_torch.model.scoring import Passes, one_by_one
-from meshrl_torch.ranks.process_group import own_rank
+from meshrl_torch.ranks.process_group import SINGLE_RANK, own_rank
 from meshrl_torch.train import roles
 from meshrl_torch.train.optimizer import Optimizer
 from meshrl_torch.weights.transfer import import_weights
@@ -23,25 +26,35 @@ class OneRankTrainable(roles.Trainable):
     """A model whose updates let other calls run between micro-batches. Its optimizer is float32 for any dtype."""
 
     def __init__(self, config: roles.TrainedConfig, role: roles.RoleModel) -> None:
-        self._role, self._predict = role, role.predict
-        parameters, passes = role.parameters, _passes(config, role)
-        optimizer = Optimizer(config.optimizer, list(parameters.values()))
-        state = TrainingState(role.name, passes.ranks, parameters, optimizer)
-        super().__init__(passes, optimizer, state, asyncio.Lock())
+        self._config, self._role, self._predict = config, role, role.predict
+        whole = {} if role.model.adapters else {DEFAULT_ADAPTER: self._slot(role.parameters, config.optimizer)}
+        super().__init__(_passes(config, role), whole, asyncio.Lock())
 
-    def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Return all tensors, or those that `lora.sync` selects."""
-        return self._role.published(self._role.model.tensors()).items()
+    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> roles.Slot:
+        """Return an adapter with its optimizer and its state."""
+        return replace(self._slot(adapter.parameters, optimizer), adapter=adapter)
+
+    def _slot(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> roles.Slot:
+        optimizer = Optimizer(config, list(parameters.values()))
+        return roles.Slot(optimizer, TrainingState(self._role.name, SINGLE_RANK, parameters, optimizer))
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return all tensors."""
+        return self._role.model.tensors().items()
 
     def shards(self) -> Iterable[Box]:
         """Return all tensors."""
-        for name, tensor in self.published():
+        for name, tensor in self.tensors():
             yield Box(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, adapters: Mapping[str, Adapter]) -> None:
         """Write a Hugging Face folder, or the adapters like peft, completely or not at all."""
         role = self._role
-        saving.write(role.model, folder, role.head.state_dict() if role.head else None, adapted=role.adapted)
+        if adapters:
+            saving.write_adapters(role.model, folder, adapters, opens(self._config.model), role.model.tensors())
+        else:
+            tensors = role.model.tensors() if role.model.adapters else None
+            saving.write(role.model, folder, role.head.state_dict() if role.head else None, tensors)
 
 
 def _load(config: ModelConfig) -> roles.RoleModel:

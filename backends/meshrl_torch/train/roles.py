@@ -8,22 +8,40 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshrl.algo import Gae, Loss, check_predicts, check_sources, with_advantages
-from meshrl.data import Batch, LossResult, Metrics, Ragged, Source, Weights, WeightSource, check_lengths
-from meshrl.errors import ConfigError, DataError
+from meshrl.data import (
+    ADAPTER,
+    BASE,
+    DEFAULT_ADAPTER,
+    AdapterOf,
+    Batch,
+    LossResult,
+    Metrics,
+    Ragged,
+    Source,
+    Weights,
+    WeightSource,
+    adapters_of,
+    check_lengths,
+)
+from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import CollectiveActor
 from meshrl.roles import (
     Critic,
     CriticConfig,
+    LoraConfig,
     ModelConfig,
+    OptimizerConfig,
     Policy,
     PolicyConfig,
     Reference,
@@ -34,11 +52,13 @@ from meshrl.roles import (
     RewardTrainingConfig,
     Stateful,
     Step,
+    name_of_adapter,
 )
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import State
+from meshrl_torch.model.adapted import Adapter, Adapters
 from meshrl_torch.model.heads import ScoreModel, predicted_values, value_head, values, with_score
-from meshrl_torch.model.lora import adapters, merged, prepare, trained
+from meshrl_torch.model.lora import add_adapter, merged
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch, learned
 from meshrl_torch.model.routing import check_followed
@@ -50,6 +70,11 @@ from meshrl_torch.weights.live_weights import make_sender, offer_weights
 from meshrl_torch.weights.transfer import arrays, make_probe
 
 T = TypeVar("T")
+
+_ADAPTERS: Final = "adapters"
+"""The folder of the named adapters' states in a state of the whole."""
+_TABLES: Final = "adapters.json"
+"""Their tables, by name."""
 
 TrainedConfig: TypeAlias = PolicyConfig | CriticConfig | RewardTrainingConfig
 """The table of a trained role."""
@@ -65,34 +90,32 @@ class RoleModel:
     predict: Predict
     head: nn.Linear | None = None
     """A critic's head, which is not part of the model."""
-    adapted: PolicyConfig | None = None
-    """The table of a policy with adapters."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters by name: those of a critic's body and head, and else those that need gradients."""
+        """The trained parameters by name: those of adapters, of a critic's body and head, or else all."""
+        if self.model.adapters is not None:
+            named = self.model.adapters.named.items()
+            return {f"{name}/{each}": own for name, adapter in named for each, own in adapter.parameters.items()}
         if self.head is None:
-            return trained(self.model)
+            return dict(self.model.network.named_parameters())
         body = self.model.body.named_parameters(prefix="body")
         return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
 
-    def published(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Select the model's tensors for samplers: all, or those that `lora.sync` selects."""
-        if self.adapted is None or self.adapted.lora is None:
-            return tensors
-        lora = self.adapted.lora
-        return adapters(tensors) if lora.sync == "adapters" else merged(self.model.network, tensors, lora)
-
 
 def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
-    """Return what a table's role does with a model, after adding the role's head or adapters to it.
+    """Return what a table's role does with a model, after adding the role's head to it, or freezing it for adapters.
 
     ConfigError if its role has no model.
     """
     if isinstance(config, PolicyConfig):
-        model = prepare(model, config)
-        adapted = config if config.lora else None
-        return RoleModel("policy", model, partial(predicted, model, follows=True), adapted=adapted)
+        if config.is_adapted:
+            model.network.requires_grad_(False)
+            model = replace(model, adapters=Adapters(mixes=config.share_passes))
+        if config.activation_checkpointing:
+            model.network.activation_checkpointing_enable({"use_reentrant": False})
+            model.network.train(True)  # required by transformers; its dropout is zero
+        return RoleModel("policy", model, partial(predicted, model, follows=True))
     if isinstance(config, CriticConfig):
         head = value_head(model, config)
         return RoleModel("critic", model, partial(predicted_values, model, head), head)
@@ -104,8 +127,24 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     raise ConfigError(f"a {type(config).__name__} is not the table of a role whose memory is known")
 
 
+@dataclass
+class Slot:
+    """What an optimizer steps over: a whole model, or one adapter."""
+
+    optimizer: Stepper
+    state: State
+    adapter: Adapter | None = None
+    added: Added | None = None
+    """The rows whose gradients are in the parameters."""
+
+    def forget(self) -> None:
+        """Drop the gradients of all rows that were added."""
+        self.added = None
+        self.optimizer.forget()
+
+
 class Trainable(ABC):
-    """A model, its predictions and its optimizer, in the layout of a backend. All ranks call its methods together."""
+    """A model, its predictions and its optimizers, in the layout of a backend. All ranks call its methods together."""
 
     _predict: Predict
     """A pass that keeps gradients, if passes come one by one."""
@@ -113,70 +152,89 @@ class Trainable(ABC):
     def __init__(
         self,
         passes: Passes,
-        optimizer: Stepper,
-        state: State,
+        slots: Mapping[str, Slot],
         turn: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 -- stateless
     ) -> None:
-        """`turn`: held while weights are read or changed, if calls may run between the passes of another call."""
-        self.passes, self.optimizer, self.state, self.turn = passes, optimizer, state, turn
-        self.added: Added | None = None
-        """The rows whose gradients are in the parameters."""
+        """`slots`: adapters by name, or the whole model alone, called `DEFAULT_ADAPTER`.
+
+        `turn`: held while weights are read or changed, if calls may run between the passes of another call.
+        """
+        self.passes, self.slots, self.turn = passes, dict(slots), turn
+        self.device: torch.device = passes.model.device
+        """Of passes."""
+
+    def slot(self, adapter: str | None) -> Slot:
+        """Return an adapter by name, or the one without. DataError if there is none."""
+        name = DEFAULT_ADAPTER if adapter is None else adapter
+        if name not in self.slots:
+            what = "has no `lora`, so name an adapter" if adapter is None else f"has no adapter {name!r}"
+            raise DataError(f"this policy {what}: it has {', '.join(map(repr, self.slots)) or 'none'}")
+        return self.slots[name]
+
+    def source(self, batch: Batch) -> Source:
+        """Return what computes log-probs of these rows now: the versions of their adapters."""
+        known = self.passes.model.adapters
+        names = {DEFAULT_ADAPTER} if known is None else set(adapters_of(batch, known.named))
+        versions = [self.slots[name].optimizer.steps if name in self.slots else 0 for name in names] or [0]
+        return Source("trainer", min(versions), max(versions))
+
+    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> Slot:
+        """Return an adapter with its optimizer and its state."""
+        raise NotImplementedError  # of a backend without adapters
 
     async def add(
         self, batch: Batch, loss: Loss, check: Callable[[], object], *, keeps: bool = False
-    ) -> tuple[Added, StepLoss]:
+    ) -> tuple[Mapping[str, Added], StepLoss]:
         """Add the gradients of the rows of all ranks, with the same number of passes on each. Returns what was added.
 
         `check` raises if this rank's rows do not fit, and nothing changes then. If peers allow it, the call may be
-        cancelled between two micro-batches. After that, or another error, all gradients are dropped. DataError if there
-        is nothing to learn, the loss does not fit earlier ones, or a metric of it has a name of the step's. `keeps`: as
-        in `StepLoss`.
+        cancelled between two micro-batches. After that, or another error, all gradients of the rows' adapters are
+        dropped. DataError if there is nothing to learn, the loss does not fit earlier ones, or a metric of it has a
+        name of the step's. `keeps`: as in `StepLoss`.
         """
-        ranks, before = self.passes.ranks, self.added
+        ranks = self.passes.ranks
+        before = {name: slot.added for name, slot in self.slots.items() if slot.added}
         micros, losses = prepared(self.passes, batch, loss, check, before)
         losses.keeps = keeps
         try:
             await self._backward(batch, micros, losses)
             own = losses.added(ranks.agree(losses.sums)[ranks.last])
         except BaseException as error:
-            self.forget()
-            if before:
+            for name in losses.totals:
+                self.slots[name].forget()
+            if lost := sum(before[name].total.rows for name in before.keys() & losses.totals.keys()):
                 error.add_note(
-                    f"The gradients of {before.total.rows} rows that were added since the last step are dropped with "
+                    f"The gradients of {lost} rows that were added since the last step are dropped with "
                     "those of this call: call forward_backward for all of them again"
                 )
             raise
-        self.added = before + own if before else own
+        for name, each in own.items():
+            self.slots[name].added = before[name] + each if name in before else each
         return own, losses
 
-    def step(self, chosen: Step | None = None) -> Metrics:
+    def step(self, slot: Slot, chosen: Step | None = None) -> Metrics:
         """Make one step on all rows that were added. ModelError, and no step, if the gradient is not finite."""
-        added, self.added = cast("Added", self.added), None
-        settings = self.optimizer.settings(chosen)
-        norm = self.optimizer.step(added.loss.predicts, settings, added.scale)
+        added, slot.added = cast("Added", slot.added), None
+        settings = slot.optimizer.settings(chosen)
+        norm = slot.optimizer.step(added.loss.predicts, settings, added.scale)
         return added.metrics(self.passes.ranks, grad_norm=norm, lr=settings.lr)
 
-    def require(self, *, added: bool) -> None:
+    def require(self, slot: Slot, *, added: bool) -> None:
         """Raise DataError on all ranks unless gradients were added on each, or on none."""
 
         def check() -> None:
-            if added and self.added is None:
+            if added and slot.added is None:
                 raise DataError(
                     "nothing to step on: no gradients were added since the last step, or they were dropped when a call "
                     "of forward_backward failed or was cancelled; call it first"
                 )
-            if not added and self.added is not None:
+            if not added and slot.added is not None:
                 raise DataError(
-                    f"the gradients of {self.added.total.rows} rows wait for a step, and a checkpoint does not hold "
+                    f"the gradients of {slot.added.total.rows} rows wait for a step, and a checkpoint does not hold "
                     "gradients: call `step` before it"
                 )
 
         self.passes.ranks.agree(check)
-
-    def forget(self) -> None:
-        """Drop the gradients of all rows that were added."""
-        self.added = None
-        self.optimizer.forget()
 
     def on_every_rank(self, values: Tensor) -> Tensor:
         """Return this, float32[any] in the host's memory, of the rank that computed this one's loss."""
@@ -195,16 +253,22 @@ class Trainable(ABC):
         """Called before each pass of a step."""
 
     @abstractmethod
-    def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this rank's tensors for samplers: whole ones, by their Hugging Face names."""
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the model's tensors by their Hugging Face names: whole ones, of this rank if others have the rest."""
+
+    def published(self, adapter: Adapter | None) -> Iterable[tuple[str, Tensor]]:
+        """Return this rank's tensors for samplers: an adapter's, as its `sync` selects, or all of the model."""
+        if adapter is None:
+            return self.tensors()
+        return adapter.parameters.items() if adapter.config.sync == "adapters" else merged(self.tensors(), adapter)
 
     @abstractmethod
     def shards(self) -> Iterable[Box]:
         """Return this rank's parts of the tensors for samplers, as views. Each part comes from only one rank."""
 
     @abstractmethod
-    def save(self, folder: str) -> None:
-        """Write a Hugging Face folder, completely or not at all."""
+    def save(self, folder: str, adapters: Mapping[str, Adapter]) -> None:
+        """Write a Hugging Face folder, completely or not at all: of adapters by name, or of the model without any."""
 
 
 class Frozen(NamedTuple):
@@ -250,64 +314,109 @@ class Trained(Placed, Stateful):
 
         DataError if there is nothing to learn, the loss is of another model, or log-probs have the wrong source or are
         of later weights than a policy's. ModelError if the gradient is not finite. In these cases no weight changes.
+        Rows of several adapters make a step of each, also if the gradient of another one is not finite.
         """
         async with self._trainable.turn:
-            await self._trainable.add(batch, loss, partial(self._check, batch, loss))
-            return self._step()
+            added, _ = await self._trainable.add(batch, loss, partial(self._check, batch, loss))
+            return self._step(added)
 
     @abstractmethod
     def _check(self, batch: Batch, loss: Loss) -> object:
         """Raise DataError if the loss or this rank's rows do not fit the model."""
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         """Write a Hugging Face folder, completely or not at all. A critic's head and adapters get their own files."""
-        self._trainable.save(folder)
+        slots = self._trainable.slots if adapter is None else {DEFAULT_ADAPTER: self._trainable.slot(adapter)}
+        self._trainable.save(folder, {name: slot.adapter for name, slot in slots.items() if slot.adapter})
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Write the weights, the optimizer's moments and the number of steps, after all earlier updates.
 
-        DataError, and nothing is written, if gradients wait for a step.
+        Of all adapters, or of one. DataError, and nothing is written, if gradients wait for a step.
         """
         async with self._trainable.turn:
-            self._trainable.require(added=False)
-            self._trainable.state.write(folder, wait)
+            slots = {"": self._trainable.slot(adapter)} if adapter else self._folders()
+            for slot in slots.values():
+                self._trainable.require(slot, added=False)
+            if not adapter:
+                self._passes.ranks.first(partial(self._write_tables, Path(folder)))
+            for path, slot in slots.items():
+                slot.state.write(str(Path(folder, path)), wait)
             try:
                 if wait:
                     await self.written()
             except asyncio.CancelledError:
-                await self._trainable.state.ended()  # until then it reads the weights
+                for slot in slots.values():
+                    await slot.state.ended()  # until then it reads the weights
                 raise
 
     async def written(self) -> None:
         """Wait until the last checkpoint is written."""
-        await self._trainable.state.written()
+        for slot in list(self._trainable.slots.values()):
+            await slot.state.written()
 
-    async def restore(self, folder: str) -> None:
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
         """Load what `checkpoint` wrote. Several ranks may have another layout.
 
         ModelError, and nothing changes, if it belongs to another role or model. If a file cannot be read to its end, or
         is damaged (Damaged), a part may be loaded.
         """
         async with self._trainable.turn:
-            self._change()
-            self._trainable.state.read(folder)
-            self._trainable.forget()
+            if not adapter:
+                self._restore_tables(Path(folder))
+            for path, slot in ({"": self._trainable.slot(adapter)} if adapter else self._folders()).items():
+                self._change(slot)
+                slot.state.read(str(Path(folder, path)))
+                slot.forget()
 
-    def _step(self, chosen: Step | None = None) -> Metrics:
-        self._change()
-        return self._trainable.step(chosen)
+    def _folders(self) -> Mapping[str, Slot]:
+        """Return the slots by their folders in a state of the whole."""
+        slots = self._trainable.slots.items()
+        return {"" if name == DEFAULT_ADAPTER else f"{_ADAPTERS}/{name}": slot for name, slot in slots}
 
-    def _change(self) -> None:
+    def _write_tables(self, folder: Path) -> None:
+        """Write the tables of named adapters into a state of the whole, if there are any."""
+
+    def _restore_tables(self, folder: Path) -> None:
+        """Add and drop adapters, until they are those of a state."""
+
+    def _step(self, names: Iterable[str], chosen: Step | None = None) -> Metrics:
+        """Make a step of each slot. ModelError after all of them if a gradient was not finite."""
+        metrics: dict[str, Metrics] = {}
+        failure: ModelError | None = None
+        for name in names:
+            slot = self._trainable.slots[name]
+            self._change(slot)
+            try:
+                metrics[name] = self._trainable.step(slot, chosen)
+            except ModelError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return _by_name(metrics)
+
+    def _change(self, slot: Slot) -> None:
         """Called before the weights change."""
-        self._trainable.state.keep()
+        slot.state.keep()
+
+
+def _by_name(metrics: Mapping[str, Metrics]) -> Metrics:
+    """Return the metrics of one slot, or those of several, each with its name: `NAME/loss`."""
+    if len(metrics) == 1:
+        return next(iter(metrics.values()))
+    return Metrics({f"{name}/{key}": entry for name, own in metrics.items() for key, entry in own.entries.items()})
 
 
 class TrainedPolicy(Trained, Policy):
-    """A language model that AdamW trains."""
+    """A language model that AdamW trains, or its adapters."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._source = WeightSource(changes=config.weight_sync == "delta")
+        self._config = config
+        for name, lora in config.declared.items():
+            self._add(name, lora)
+        self._sources: dict[str | None, WeightSource] = {}
+        """By adapter."""
         self._sender = make_sender(config, self._passes) if config.weight_sync == "broadcast" else None
         if self._sender:
             weakref.finalize(self, self._sender.leave).atexit = False  # its thread would keep the parameters
@@ -318,12 +427,18 @@ class TrainedPolicy(Trained, Policy):
 
     def _check(self, batch: Batch, loss: Loss) -> None:
         check_predicts(loss, "logprobs")
-        check_sources(batch, loss, self._trainable.optimizer.steps)
+        if (known := self._model.adapters) is not None and BASE in (names := adapters_of(batch, known.named)):
+            raise DataError(
+                f"{batch.place(names.index(BASE))} names no adapter, and the base model is frozen: name one of "
+                f"{', '.join(map(repr, known.named)) or 'those that add_adapter adds'} in the column `{ADAPTER}`, or "
+                "declare policy.lora for such rows"
+            )
+        check_sources(batch, loss, self._trainable.source(batch).newest)
         self.check_rows(self._model, batch)
 
-    def _change(self) -> None:
+    def _change(self, slot: Slot) -> None:
         """End the offer of the weights, because they change. Readers that have not received them get an error."""
-        super()._change()
+        super()._change(slot)
         if self._sender:
             self._sender.end()
 
@@ -334,24 +449,24 @@ class TrainedPolicy(Trained, Policy):
         otherwise.
         """
         async with self._trainable.turn:
-            source = Source.trainer(self._trainable.optimizer.steps)
             own, losses = await self._trainable.add(batch, loss, partial(self._check, batch, loss), keeps=True)
             logprobs, values = self._trainable.on_every_rank(losses.values()).numpy()
-            offsets = batch.tokens.offsets
+            source, offsets = self._trainable.source(batch), batch.tokens.offsets
             columns = {"logprobs": Ragged(logprobs, offsets, source=source), "losses": Ragged(values, offsets)}
-            return LossResult(batch.only().assign(**columns), own.metrics(self._passes.ranks))
+            metrics = _by_name({name: each.metrics(self._passes.ranks) for name, each in own.items()})
+            return LossResult(batch.only().assign(**columns), metrics)
 
-    async def step(self, optimizer: Step | None = None) -> Metrics:
+    async def step(self, optimizer: Step | None = None, adapter: str | None = None) -> Metrics:
         """Make one optimizer step with all gradients since the last one. DataError if there are none."""
         async with self._trainable.turn:
-            self._trainable.require(added=True)
-            return self._step(optimizer)
+            self._trainable.require(self._trainable.slot(adapter), added=True)
+            return self._step([DEFAULT_ADAPTER if adapter is None else adapter], optimizer)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`, of the version after all earlier updates."""
         async with self._trainable.turn:
-            source = Source.trainer(self._trainable.optimizer.steps)
-            return batch.assign(logprobs=logprobs(self._passes, batch, source, self.check_rows))
+            values = logprobs(self._passes, batch, None, self.check_rows)
+            return batch.assign(logprobs=Ragged(values.values, values.offsets, source=self._trainable.source(batch)))
 
     @staticmethod
     def check_rows(model: LanguageModel, batch: Batch) -> None:
@@ -359,18 +474,88 @@ class TrainedPolicy(Trained, Policy):
         check_readable(model, batch)
         check_followed(model.routers, batch)
 
-    async def weights(self) -> Weights:
-        """Return this rank's part of the weights, after all earlier updates, with adapters as `lora.sync` says."""
+    async def weights(self, adapter: str | None = None) -> Weights:
+        """Return this rank's part of the weights, after all earlier updates, with adapters as their `sync` says."""
         async with self._trainable.turn:
-            version = self._trainable.optimizer.steps
-            probe = make_probe(self._passes, version)
+            base = adapter is None and DEFAULT_ADAPTER not in self._trainable.slots
+            slot = None if base else self._trainable.slot(adapter)
+            version = slot.optimizer.steps if slot else 0
+            probe = make_probe(self._passes, version, adapter)
             if self._sender:
                 weights: Weights = offer_weights(self._sender, version, probe, self._trainable.shards())
             else:
-                weights = self._source.weights(version, arrays(self._trainable.published()), probe)
+                source = self._sources.setdefault(adapter, WeightSource(changes=self._config.weight_sync == "delta"))
+                own = slot.adapter if slot else None
+                of = None
+                if own and own.config.sync == "adapters":
+                    of = AdapterOf(adapter or DEFAULT_ADAPTER, own.config.rank, own.config.alpha)
+                weights = source.weights(version, arrays(self._trainable.published(own)), probe, of)
             if self._passes.model.device.type == "cuda":
                 torch.cuda.empty_cache()  # an engine on the same GPU may wake next, to take them
             return weights
+
+    async def add_adapter(self, name: str, lora: LoraConfig) -> None:
+        """Add an adapter. All ranks start with the same values."""
+        async with self._trainable.turn:
+            if self._model.adapters is None:
+                raise ConfigError(
+                    f"{type(self).__name__} trains its whole model, so it can have no adapter {name!r}: set policy.lora "
+                    "or policy.adapters, an empty table if none is known before"
+                )
+            if name in self._trainable.slots:
+                raise ConfigError(f"there is an adapter {name!r} already: drop it first, or take another name")
+            self._add(name_of_adapter(name), lora)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Drop an adapter."""
+        async with self._trainable.turn:
+            slot = self._trainable.slots.get(name)
+            if slot is None or slot.adapter is None:
+                raise ConfigError(f"there is no adapter {name!r} to drop: there are {sorted(self._trainable.slots)}")
+            await slot.state.ended()
+            self._drop(name)
+
+    async def adapters(self) -> dict[str, int]:
+        """Return the number of steps of each adapter by name."""
+        return {name: slot.optimizer.steps for name, slot in self._trainable.slots.items() if slot.adapter}
+
+    def _add(self, name: str, lora: LoraConfig) -> None:
+        model, config = self._model, self._config
+        dtype, device = getattr(torch, config.dtype), self._trainable.device
+        adapter = add_adapter(model, name, lora, seed=config.seed, dtype=dtype, device=device)
+        self._trainable.slots[name] = self._trainable.placed(adapter, lora.optimizer or config.optimizer)
+
+    def _drop(self, name: str) -> None:
+        del self._trainable.slots[name]
+        self._sources.pop(name, None)
+        if self._model.adapters is not None:
+            self._model.adapters.drop(self._model.network, name)
+
+    def _write_tables(self, folder: Path) -> None:
+        slots = self._trainable.slots.items()
+        named = {name: slot.adapter.config for name, slot in slots if slot.adapter and name != DEFAULT_ADAPTER}
+        if named:
+            folder.mkdir(parents=True, exist_ok=True)
+            tables = {name: lora.model_dump(mode="json") for name, lora in named.items()}
+            (folder / _TABLES).write_bytes(msgspec.json.encode(tables))
+
+    def _restore_tables(self, folder: Path) -> None:
+        if self._model.adapters is None:
+            return
+        tables = self._passes.ranks.together(partial(_tables_in, folder))
+        for name in self._trainable.slots.keys() - tables.keys() - {DEFAULT_ADAPTER}:
+            self._drop(name)
+        for name, lora in {**self._config.declared, **tables}.items():
+            if name not in self._trainable.slots:
+                self._add(name, lora)
+
+
+def _tables_in(folder: Path) -> Mapping[str, LoraConfig]:
+    """Read the tables of the named adapters in a state of the whole. Empty if it has none."""
+    if not (file := folder / _TABLES).is_file():
+        return {}
+    tables = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+    return {name: LoraConfig.model_validate_json(bytes(table)) for name, table in tables.items()}
 
 
 class TrainedCritic(Trained, Critic):
@@ -422,8 +607,8 @@ class TrainedRewardModel(Trained, RewardModel):
         ranks = self._passes.ranks
         async with self._trainable.turn:
             shifted = ranks.together(partial(self._check, batch, loss))
-            await self._trainable.add(shifted, loss, lambda: None)
-            metrics = self._step()
+            added, _ = await self._trainable.add(shifted, loss, lambda: None)
+            metrics = self._step(added)
         # The tokens before the shift.
         return Metrics({**metrics.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})
 

@@ -15,7 +15,7 @@ from meshrl.errors import DataError
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
 from meshrl_torch.model.routing import COLUMN
-from meshrl_torch.model.scoring import Passes
+from meshrl_torch.model.scoring import Passes, Readers, readers
 from meshrl_torch.ranks.process_group import RankGroup, Share
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
@@ -71,39 +71,56 @@ class Added:
 
 
 def prepared(
-    passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object], before: Added | None = None
+    passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object], before: Mapping[str, Added]
 ) -> tuple[list[MicroBatch], "StepLoss"]:
     """Prepare passes: micro-batches, the same number on each rank, and the loss that weighs them together.
 
-    `before`: the rows that take part in the same step. DataError on all ranks if there is nothing to learn, or if the
-    loss does not fit these. An error of `check` on one rank is raised on all.
+    `before`: the rows that take part in the same step, by adapter. DataError on all ranks if there is nothing to learn,
+    or if the loss does not fit these. An error of `check` on one rank is raised on all.
     """
     tokens, mask = batch.tokens, batch.loss_mask
     micros: list[MicroBatch] = []
+    found: list[Readers] = []
 
-    def share() -> Share:
+    def shares() -> Mapping[str, Share]:
         check()
-        if before:
-            before.check(loss)
+        own = readers(passes.model, batch)
+        found.append(own)
+        for name in before.keys() & set(own.names):
+            before[name].check(loss)
         _check_logprobs(batch, loss)
         check_first(tokens, mask)
         native = passes.model.native_tokens + (loss.predicts == "scores")  # such rows have one more token
-        rows = learned(tokens, mask, apart=COLUMN in batch, native=native)
+        rows = learned(tokens, mask, apart=COLUMN in batch, native=native, readers=own.rows)
         micros.extend(passes.split(tokens, rows, mask, passes.budget))
-        return Share(len(micros), int(np.count_nonzero(mask.values)), len(rows.starts))
+        learns = np.bincount(
+            np.repeat(own.rows, mask.lengths)[np.asarray(mask.values, np.bool_)], minlength=len(own.names)
+        )
+        counts = np.bincount(rows.reader, minlength=len(own.names))
+        each = zip(own.names, learns.tolist(), counts.tolist(), strict=True)
+        return {name: Share(len(micros), count, number) for name, count, number in each}
 
-    total = passes.ranks.total(share)
-    if not total.tokens:
+    totals = passes.ranks.totals(shares)
+    if not any(total.tokens for total in totals.values()):
         raise DataError(
             why_unknown(batch)
             or f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
             f"{', and on the other ranks' if passes.ranks.size > 1 else ''}; leave such a batch out"
         )
-    weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
-    divisor = _divisor(loss, total)
-    if before:
-        weights *= divisor / before.first
-    return with_idle(micros, total.passes), StepLoss(batch, loss, weights, total, before.first if before else divisor)
+    if empty := [name for name, total in totals.items() if not total.tokens]:
+        raise DataError(f"nothing to learn for the adapter {empty[0]!r}: `loss_mask` is False for all of its rows")
+    firsts = {name: before[name].first if name in before else _divisor(loss, total) for name, total in totals.items()}
+    weights = np.zeros(len(tokens.values), np.float32)
+    of_tokens = np.repeat(found[0].rows, tokens.lengths)
+    for number, name in enumerate(found[0].names):
+        total = totals[name]
+        mine = Ragged(mask.values & (of_tokens == number), mask.offsets)
+        own = token_weights(mine, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
+        if name in before:
+            own *= _divisor(loss, total) / firsts[name]
+        weights += own
+    passes_of_all = max(total.passes for total in totals.values())
+    return with_idle(micros, passes_of_all), StepLoss(batch, loss, weights, found[0], totals, firsts)
 
 
 def _divisor(loss: Loss, total: Share) -> int:
@@ -114,14 +131,27 @@ class StepLoss:
     """The loss of some rows, micro-batch by micro-batch. Its numbers stay on the device until they are read."""
 
     def __init__(
-        self, batch: Batch, loss: Loss, weights: NDArray[np.float32], total: Share, first: int, *, keeps: bool = False
+        self,
+        batch: Batch,
+        loss: Loss,
+        weights: NDArray[np.float32],
+        own: Readers,
+        totals: Mapping[str, Share],
+        firsts: Mapping[str, int],
+        *,
+        keeps: bool = False,
     ) -> None:
-        """`total` and `first`: as in `Added`. `weights`: float32[tokens], divided by `first`."""
-        self._batch, self._loss, self._weights, self._total, self._first = batch, loss, weights, total, first
+        """`totals` and `firsts`: as in `Added`, by adapter. `weights`: float32[tokens], divided by these `firsts`.
+
+        `own`: the adapters of this rank's rows.
+        """
+        self._batch, self._loss, self._weights, self._firsts = batch, loss, weights, firsts
+        self._own, self._of_tokens = own, np.repeat(own.rows, batch.tokens.lengths)
+        self.totals: Final = totals
         self.keeps = keeps
         """True if `values` is read."""
-        self._sums: dict[str, Tensor] = {}
-        """float64[] each, on the device: the sum of `loss`, and of each metric by name."""
+        self._sums: dict[tuple[str, str], Tensor] = {}
+        """float64[] each, on the device: the sum of `loss`, and of each metric, by adapter and name."""
         self._kept: list[tuple[NDArray[np.int64], Tensor]] = []
         """The targets of micro-batches, and their log-probs and losses, float32[2, targets]."""
         self._failure: Exception | None = None
@@ -140,20 +170,26 @@ class StepLoss:
                 self._failure = error
         return predicted.sum() * 0
 
-    def sums(self) -> Mapping[str, float]:
-        """Return the sums of `loss` and of its metrics, after all passes. Raises the loss's error."""
+    def sums(self) -> Mapping[tuple[str, str], float]:
+        """Return the sums of `loss` and of its metrics, by adapter, after all passes. Raises the loss's error."""
         if self._failure is not None:
             raise self._failure
         if not self._sums:  # all micro-batches were idle
             return {}
         return dict(zip(self._sums, cast("list[float]", torch.stack([*self._sums.values()]).tolist()), strict=True))
 
-    def added(self, sums: Mapping[str, float]) -> Added:
-        """Return what the rows add, with the sums of the rank that computed the loss."""
-        learned_tokens = int(np.count_nonzero(self._batch.loss_mask.values))
-        means = Metrics({name: (total, learned_tokens) for name, total in sums.items() if name != "loss"})
-        rows, tokens = len(self._batch), len(self._batch.tokens.values)
-        return Added(self._loss, self._first, self._total, sums.get("loss", 0.0), rows, tokens, means)
+    def added(self, sums: Mapping[tuple[str, str], float]) -> Mapping[str, Added]:
+        """Return what the rows add to each adapter, with the sums of the rank that computed the loss."""
+        mask, result = np.asarray(self._batch.loss_mask.values, np.bool_), dict[str, Added]()
+        for name in sorted(self.totals):
+            number = self._own.names.index(name) if name in self._own.names else -1
+            mine = self._of_tokens == number
+            own = {key: total for (adapter, key), total in sums.items() if adapter == name}
+            value, count = own.pop("loss", 0.0), int(np.count_nonzero(mask & mine))
+            means = Metrics({key: (total, count) for key, total in own.items()})
+            rows, tokens = int(np.count_nonzero(self._own.rows == number)), int(np.count_nonzero(mine))
+            result[name] = Added(self._loss, self._firsts[name], self.totals[name], value, rows, tokens, means)
+        return result
 
     def values(self) -> Tensor:
         """Return the log-prob and the loss of each token, float32[2, tokens], in the host's memory."""
@@ -168,11 +204,20 @@ class StepLoss:
         columns = {name: torch.from_numpy(spread(self._batch, name, micro.target)) for name in self._loss.columns}
         losses = self._loss(logprobs, {name: moved(column, device) for name, column in columns.items()})
         _check_names(self._loss, losses.metrics)
-        part = losses.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
+        weights = moved(torch.from_numpy(self._weights[micro.target]), device)
+        part = losses.values @ weights
         own = {} if entropy is None else {"entropy": entropy}
-        for name, metric in {"loss": part, **losses.metrics, **own}.items():
-            before = self._sums.get(name, part.new_zeros((), dtype=torch.float64))
-            self._sums[name] = before + metric.detach().sum()
+        numbers = self._of_tokens[micro.target]
+        several = np.unique(numbers)
+        for number in several:
+            values = {"loss": part, **losses.metrics, **own}
+            if len(several) > 1:
+                mine = moved(torch.from_numpy(np.flatnonzero(numbers == number)), device)
+                values = {name: metric[mine] for name, metric in {**values, "loss": losses.values * weights}.items()}
+            for name, metric in values.items():
+                key = self._own.names[number], name
+                before = self._sums.get(key, part.new_zeros((), dtype=torch.float64))
+                self._sums[key] = before + metric.detach().sum()
         if self.keeps:
             self._kept.append((micro.target, torch.stack([logprobs.detach(), losses.values.detach()]).float()))
         return part

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.data import Batch, Probe, Ragged, Source, Weights
+from meshrl.data import ADAPTER, Batch, Probe, Ragged, Source, Weights
 from meshrl.errors import ModelError
 from meshrl.mesh import Array
 from meshrl_torch.model.network import LanguageModel
@@ -127,8 +127,8 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-def make_probe(passes: Passes, version: int) -> Probe | None:
-    """Compute log-probs of tokens that depend only on the version. All ranks call it together.
+def make_probe(passes: Passes, version: int, adapter: str | None = None) -> Probe | None:
+    """Compute log-probs, under an adapter or the default one, of tokens that depend only on the version. All ranks call it together.
 
     None if the model's longest row is too short to predict anything.
     """
@@ -140,13 +140,13 @@ def make_probe(passes: Passes, version: int) -> Probe | None:
     if model.native_tokens < model.max_tokens - 1:
         lengths.append(min(model.native_tokens + _TOKENS, model.max_tokens - 1))
     tokens = Ragged.of([random.integers(0, model.known, each, np.int32) for each in lengths], np.int32)
-    return Probe(tokens, _logprobs(passes, tokens))
+    return Probe(tokens, _logprobs(passes, tokens, adapter))
 
 
-def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe) -> float:
-    """Return the mean absolute difference of a model's log-probs from a probe."""
+def probe_difference(model: LanguageModel, predict: PredictAll, probe: Probe, adapter: str | None = None) -> float:
+    """Return the mean absolute difference of a model's log-probs, under an adapter by name, from a probe."""
     size = probe.tokens.values.size
-    return mean_difference(probe, _logprobs(Passes(model, predict, size, split=model.split), probe.tokens))
+    return mean_difference(probe, _logprobs(Passes(model, predict, size, split=model.split), probe.tokens, adapter))
 
 
 def mean_difference(probe: Probe, logprobs: NDArray[np.float32]) -> float:
@@ -171,6 +171,9 @@ def check_probe(weights: Weights, difference: float, dtype: str) -> None:
         )
 
 
-def _logprobs(passes: Passes, tokens: Ragged) -> NDArray[np.float32]:
-    values = logprobs(passes, Batch.of(tokens=tokens), Source("sampler")).values
+def _logprobs(passes: Passes, tokens: Ragged, adapter: str | None) -> NDArray[np.float32]:
+    batch = Batch.of(tokens=tokens)
+    if adapter is not None:
+        batch = batch.assign(**{ADAPTER: [adapter] * len(tokens)})
+    values = logprobs(passes, batch, Source("sampler")).values
     return np.delete(values, tokens.offsets[:-1]).astype(np.float32)

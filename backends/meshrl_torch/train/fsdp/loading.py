@@ -8,14 +8,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshrl.data import Weights
-from meshrl.errors import ConfigError
 from meshrl.mesh import Array, Rank
-from meshrl.roles import ModelConfig, PolicyConfig, options_of
+from meshrl.roles import ModelConfig, options_of
 from meshrl_torch.model.attention import chosen
 from meshrl_torch.model.files import ModelFiles
 from meshrl_torch.model.heads import kind_of
 from meshrl_torch.model.loading import load, outline, packing_of
-from meshrl_torch.model.lora import own_name
 from meshrl_torch.model.network import LanguageModel, check_packing, with_layout
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.sharded import Sharded, local, rectangle, shard
@@ -34,8 +32,6 @@ def load_sharded(config: ModelConfig, rank: Rank) -> tuple[RoleModel, Sharded]:
     """
     layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
-    if isinstance(config, PolicyConfig) and config.lora and world.tensors.size() > 1:
-        raise ConfigError("the backend 'fsdp' has no adapters on a mesh with an axis tp: set tp = 1, or remove lora")
     whole = config.model_copy(update={"dtype": "float32"})
 
     def read() -> tuple[LanguageModel, ModelFiles | None]:
@@ -70,7 +66,7 @@ def _fill(sharded: Sharded, files: ModelFiles, device: torch.device) -> None:
             if name in values:
                 local(each).copy_(values[name])
     absent = {name: each for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in values}
-    files.read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
+    files.read(box for name, each in absent.items() for box in rectangle(name, each, local(each)))
 
 
 def _checked(model: LanguageModel) -> Tensor:

@@ -11,9 +11,10 @@ from meshrl.algo import Predicts
 from meshrl.roles import OptimizerConfig
 from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.checkpoint.state import TrainingState
+from meshrl_torch.model.adapted import Adapter
 from meshrl_torch.model.attention import moved
 from meshrl_torch.train.fsdp.sharded import Sharded, is_split, local, rectangle
-from meshrl_torch.train.fsdp.world import REPLICATE, SHARD, TP
+from meshrl_torch.train.fsdp.world import REPLICATE, SHARD, TP, World
 from meshrl_torch.train.optimizer import MOMENTS, Optimizer
 
 
@@ -105,3 +106,33 @@ class ShardedState(TrainingState):
             if alone and lightest == mesh.get_local_rank(REPLICATE):
                 names.add(name)
         return names
+
+
+class AdapterOptimizer(Optimizer):
+    """AdamW over an adapter's matrices, which each rank holds whole. All ranks make the same step."""
+
+    def __init__(self, config: OptimizerConfig, world: World, adapter: Adapter) -> None:
+        self._world: Final = world
+        self._partial: Final = [name in adapter.partial for name in adapter.parameters]
+        super().__init__(config, list(adapter.parameters.values()))
+
+    def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
+        """Sum the gradients over the ranks and make a step like the base. All ranks call it together."""
+        counts_here = self._world.mesh.get_local_rank(TP) == 0  # ranks along tp have the same rows
+        pieces: list[Tensor] = []
+        for master, is_partial in zip(self.masters, self._partial, strict=True):
+            gradient = master.grad
+            pieces.append(torch.zeros_like(master) if gradient is None or not (is_partial or counts_here) else gradient)
+        total = torch.cat([each.flatten() for each in pieces])
+        dist.all_reduce(total)
+        for master, own in zip(self.masters, total.split([each.numel() for each in pieces]), strict=True):
+            master.grad = own.view_as(master)
+        return super().step(predicts, settings, scale)
+
+
+class AdapterState(TrainingState):
+    """An adapter in training, whose matrices each rank holds whole and writes some of."""
+
+    def _written_here(self) -> Collection[str]:
+        names = list(self._parameters)
+        return names[self._ranks.number :: dist.get_world_size()]

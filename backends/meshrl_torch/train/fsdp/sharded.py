@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshrl.errors import ModelError
 from meshrl_torch.checkpoint.boxes import Box
+from meshrl_torch.model.adapted import own_name
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.scoring import Passes, Predict, one_by_one
 from meshrl_torch.options import FsdpConfig
@@ -134,14 +135,16 @@ class Sharded:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters by their names in the unsharded model, tied ones once. Each is a DTensor."""
-        return dict(self.model.network.named_parameters())
+        """Parameters by their names in the unsharded model, tied ones once. Each is a DTensor. Without adapters."""
+        named = self.model.network.named_parameters()
+        return {own_name(name): each for name, each in named} if self.model.adapters else dict(named)
 
     @property
     def saved(self) -> Mapping[str, Tensor]:
         """The parameters, and the saved buffers, which each rank holds whole."""
         network = self.model.network
-        return {**self.parameters, **{name: network.get_buffer(name) for name in self._saved_buffers}}
+        buffers = {name: network.get_buffer(name) for name in self._saved_buffers}
+        return {**self.parameters, **buffers}
 
     @cached_property
     def _saved_buffers(self) -> Sequence[str]:
