@@ -122,8 +122,10 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Load what `checkpoint` wrote. The state of one adapter may become that of one with another name.
+
+        Without `optimizer`, only the weights are loaded, and the optimizer begins anew.
 
         Raises ModelError, and changes nothing, if the state is of another model, or of adapters with another rank or
         other targets.

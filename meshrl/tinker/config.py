@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshrl.config import Config
-from meshrl.roles import LoraConfig, PolicyConfig, SamplerConfig
+from meshrl.roles import PolicyConfig, SamplerConfig
 from meshrl.run import RunConfig
 
 
@@ -69,8 +69,3 @@ class ServedConfig(Config):
     def model(self) -> str:
         """The model's name, as clients write it."""
         return self.tinker.model or str(self.policy.model)
-
-    @property
-    def lora(self) -> LoraConfig | None:
-        """The adapters' scale and targets. None if all weights are trained."""
-        return self.policy.lora

@@ -8,9 +8,9 @@ result stays until two states later.
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -227,11 +227,16 @@ class Turns:
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
 
 
-class Worker:
-    """Applies the requests of all models, one after the other."""
+Turn: TypeAlias = tuple[ModelQueue, Pending]
+"""A request whose turn it is."""
 
-    def __init__(self, apply: Callable[[ModelQueue, Pending], Awaitable[Result]]) -> None:
-        self._apply = apply
+
+class Worker:
+    """Applies the requests of all models. Rows of several models with the same loss are applied together."""
+
+    def __init__(self, apply: Callable[[Sequence[Turn]], Awaitable[Sequence[Result]]], together: int) -> None:
+        """`together`: models whose rows go together, at most."""
+        self._apply, self._together = apply, together
         self._queues: dict[str, ModelQueue] = {}
         self._turns = Turns()
         self._more = asyncio.Event()
@@ -241,10 +246,6 @@ class Worker:
         self._queues[queue.model] = queue
         self._more.set()
 
-    def remove(self, queue: ModelQueue) -> None:
-        """Serve a queue no more."""
-        self._queues.pop(queue.model, None)
-
     def wake(self) -> None:
         """Look for requests."""
         self._more.set()
@@ -253,17 +254,34 @@ class Worker:
         """Apply requests until this is cancelled, or the server itself fails. `after`: called between two requests."""
         while True:
             self._more.clear()
-            ready = [queue for queue in self._queues.values() if queue.ready]
-            tenant = self._turns.choose({queue.tenant for queue in ready})
-            if tenant is None:
+            group = self._next()
+            if not group:
                 await self._more.wait()
                 continue
-            queue = min((each for each in ready if each.tenant == tenant), key=_since)
-            pending = queue.take()
-            result = await self._apply(queue, pending)
-            queue.finish(pending, result)
-            self._turns.charge(tenant, pending.cost)
-            await after(queue)
+            results = await self._apply(group)
+            for (queue, pending), result in zip(group, results, strict=True):
+                queue.finish(pending, result)
+                self._turns.charge(queue.tenant, pending.cost)
+            for queue, _ in group:
+                await after(queue)
+
+    def _next(self) -> list[Turn]:
+        """Begin with the request whose turn it is, and with rows of other models that can go with it."""
+        ready = [queue for queue in self._queues.values() if queue.ready]
+        tenant = self._turns.choose({queue.tenant for queue in ready})
+        if tenant is None:
+            return []
+        ready.sort(key=lambda each: (each.tenant != tenant, _since(each)))
+        first = ready[0].take()
+        group = [(ready[0], first)]
+        if isinstance(first.request, Pass) and first.request.backward:
+            kind = (first.request.loss, first.request.config)
+            for queue in ready[1:]:
+                other = queue.ready.request if queue.ready else None
+                fits = isinstance(other, Pass) and other.backward and (other.loss, other.config) == kind
+                if fits and len(group) < self._together:
+                    group.append((queue, queue.take()))
+        return group
 
 
 def _since(queue: ModelQueue) -> float:

@@ -2,18 +2,20 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents import Answer, RequestBatcher
-from meshrl.data import Batch, Ragged
+from meshrl.data import ADAPTER, Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.mesh import Array
-from meshrl.roles import Sampler, Sampling
+from meshrl.roles import Sampling
+from meshrl.tinker.models import Models
 from meshrl.tinker.queues import Turns
 from meshrl.tinker.requests import JsonTensor, Sample
 from meshrl.tinker.results import Drawn, Sampled, TopK
@@ -33,22 +35,23 @@ class _Waiting:
 
 
 class Desk:
-    """Draws samples. The sampler has one set of weights at a time, which changes while nothing is drawn.
+    """Draws samples, of as many requests at once as the sampler has room for.
 
-    Those who wait are let in by turns of their tenants. One that needs other weights holds back all that come after
-    it, until the running ones have ended.
+    Those who wait are let in by turns of their tenants. A sampler that has one set of weights at a time changes them
+    while nothing is drawn: a request that needs others holds back all that come after it.
     """
 
-    def __init__(
-        self, sampler: Sampler, load: Callable[[str, str | None], Awaitable[None]], most: int
-    ) -> None:
-        """`load`: loads what a tenant has under a path, or the base model. `most`: rows that are drawn at once."""
-        self._sampler, self._load, self._most = sampler, load, most
-        self._batcher = RequestBatcher(sampler)
+    def __init__(self, models: Models, folder_of: Callable[[str, str], Path], most: int) -> None:
+        """`folder_of`: the folder of a tenant's weights by their path. `most`: rows that are drawn at once."""
+        self._models, self._folder_of, self._most = models, folder_of, most
+        self._sampler = models.sampler
+        self._batcher = RequestBatcher(models.sampler)
         self._turns = Turns()
         self._waiting: list[_Waiting] = []
         self._running: dict[_Waiting, int] = {}
         self._loaded: str | None = None
+        """The weights that an exclusive sampler has: a path, or None for the base model's."""
+        self._is_loaded = False
         self._admitting = asyncio.Lock()
 
     async def sample(self, tenant: str, weights: str | None, request: Sample, identity: str) -> Sampled:
@@ -64,22 +67,30 @@ class Desk:
             raise DataError(f"more than {_MOST} most probable tokens of a place: ask for fewer")
         waiting = _Waiting(tenant, weights, request.num_samples)
         await self._enter(waiting)
+        name = ""
         try:
+            name = "" if self._models.is_exclusive else await self._hold(tenant, weights)
+            named = None if self._models.is_exclusive else name
             draw = self._batcher.draw
             answers = await asyncio.gather(
-                *(draw(prompt, "", sampling, limit, stops) for _ in range(request.num_samples))
+                *(draw(prompt, "", sampling, limit, stops, named) for _ in range(request.num_samples))
             )
             if not all(len(answer.drawn.tokens) for answer in answers):
                 raise DataError(f"the prompt has {len(prompt)} tokens, and the model has no room for another")
-            return await self._told(request, prompt, answers)
+            return await self._told(request, prompt, answers, named)
         finally:
+            if name:
+                self._models.release(name)
             del self._running[waiting]
-            self._turns.charge(tenant, len(prompt) + request.num_samples * limit)
+            self._turns.charge(tenant, len(prompt) + request.num_samples * min(limit, len(prompt) + _MOST))
             await asyncio.shield(self._admit())
 
     async def close(self) -> None:
         """Cancel what is being drawn."""
         await self._batcher.close()
+
+    async def _hold(self, tenant: str, weights: str | None) -> str:
+        return await self._models.hold(None if weights is None else self._folder_of(tenant, weights))
 
     async def _enter(self, waiting: _Waiting) -> None:
         self._waiting.append(waiting)
@@ -100,16 +111,19 @@ class Desk:
                 tenant = self._turns.choose({each.tenant for each in self._waiting})
                 first = next(each for each in self._waiting if each.tenant == tenant)
                 rows = sum(self._running.values())
-                if self._running and (first.weights != self._loaded or rows + first.rows > self._most):
+                others = self._models.is_exclusive and not (self._is_loaded and first.weights == self._loaded)
+                if self._running and (others or rows + first.rows > self._most):
                     return
                 self._waiting.remove(first)
-                try:
-                    if first.weights != self._loaded:
-                        await self._load(first.tenant, first.weights)
-                        self._loaded = first.weights
-                except Exception as error:  # noqa: BLE001 -- told to the one who asked
-                    first.go.set_exception(error)
-                    continue
+                if others:
+                    try:
+                        self._is_loaded = False
+                        await self._hold(first.tenant, first.weights)
+                        self._loaded, self._is_loaded = first.weights, True
+                    except Exception as error:  # noqa: BLE001 -- told to the one who asked
+                        if not first.go.done():
+                            first.go.set_exception(error)
+                        continue
                 if not first.go.done():
                     self._running[first] = first.rows
                     first.go.set_result(None)
@@ -132,7 +146,9 @@ class Desk:
         )
         return sampling, limit, texts
 
-    async def _told(self, request: Sample, prompt: NDArray[np.int32], answers: Sequence[Answer]) -> Sampled:
+    async def _told(
+        self, request: Sample, prompt: NDArray[np.int32], answers: Sequence[Answer], adapter: str | None
+    ) -> Sampled:
         """Add what the request wants to know about the prompt's and the drawn tokens."""
         drawn = [answer.drawn for answer in answers]
         most = request.topk_sample_logprobs
@@ -141,7 +157,7 @@ class Desk:
         scored: Batch | None = None
         if request.prompt_logprobs or top:
             tokens = Ragged.of(whole, np.int32)
-            scored = await (await self._sampler.logprobs(Batch.of(tokens=tokens), top)).load()
+            scored = await (await self._sampler.logprobs(_named(Batch.of(tokens=tokens), adapter), top)).load()
         sequences = [
             Drawn(
                 np.asarray(each.tokens, np.int32).tobytes(),
@@ -160,10 +176,12 @@ class Desk:
             values = known.tobytes()
         few = request.topk_prompt_logprobs
         prompt_top = _top(scored, 0, 0, len(prompt), few, first) if scored is not None and few else None
-        targets, columns = await self._targets(prompt, request.target_prompt_logprobs)
+        targets, columns = await self._targets(prompt, request.target_prompt_logprobs, adapter)
         return Sampled(sequences, values, prompt_top, targets, columns)
 
-    async def _targets(self, prompt: NDArray[np.int32], wanted: JsonTensor | None) -> tuple[bytes | None, int]:
+    async def _targets(
+        self, prompt: NDArray[np.int32], wanted: JsonTensor | None, adapter: str | None
+    ) -> tuple[bytes | None, int]:
         """Return the log-probs of the tokens that a request wants to know at each place of the prompt."""
         if wanted is None:
             return None, 0
@@ -176,10 +194,14 @@ class Desk:
         asked = targets.T.astype(np.int32)
         rows = [np.concatenate([prompt[:1], np.where(each < 0, prompt[1:], each)]) for each in asked]
         tokens = Ragged.of([prompt] * len(rows), np.int32)
-        batch = Batch.of(tokens=tokens, targets=Ragged.of(rows, np.int32))
+        batch = _named(Batch.of(tokens=tokens, targets=Ragged.of(rows, np.int32)), adapter)
         scored = await (await self._sampler.logprobs(batch)).load("logprobs")
         found: Array = np.stack([np.asarray(row)[1:] for row in scored.ragged("logprobs")], 1)
         return np.where(targets < 0, 0, found).astype(np.float32).tobytes(), targets.shape[1]
+
+
+def _named(batch: Batch, adapter: str | None) -> Batch:
+    return batch if adapter is None else batch.assign(**{ADAPTER: [adapter] * len(batch)})
 
 
 def _top(scored: Batch, row: int, start: int, end: int, k: int, first: int = 0) -> TopK:

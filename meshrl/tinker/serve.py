@@ -14,11 +14,11 @@ import uvicorn
 
 from meshrl import log
 from meshrl.errors import ConfigError, MeshrlError, described
-from meshrl.roles import Policy, Sampler, SamplerConfig
+from meshrl.roles import Policy, Sampler
 from meshrl.run import Run, is_machine_fault
 from meshrl.tinker.app import Api
 from meshrl.tinker.config import ServedConfig
-from meshrl.tinker.models import Models
+from meshrl.tinker.models import AdapterModels, Models, WholeModels, tables_of
 from meshrl.tinker.queues import Room
 from meshrl.tinker.samples import Desk
 from meshrl.tinker.service import Service
@@ -43,13 +43,18 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
     with _listening(tinker.host, tinker.port) as listening, tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
         host, port = listening.getsockname()[:2]
         async with Run(config.run, config.model_dump(mode="json")) as run:
-            policy = await run.spawn(Policy, config.policy)
-            sampler = await run.spawn(Sampler, _with_adapters(config))
-            models = Models(policy, sampler, config, Path(scratch))
-            await models.open()
+            tables, sampler_table = tables_of(config)
+            policy = await run.spawn(Policy, tables.policy)
+            sampler = await run.spawn(Sampler, sampler_table)
+            models: Models
+            if config.policy.is_adapted:
+                models = AdapterModels(policy, sampler, config)
+            else:
+                models = whole = WholeModels(policy, sampler, Path(scratch, "initial"))
+                await whole.open()
             room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name))
             service = Service(config, models, Path(tinker.folder), room)
-            desk = Desk(sampler, service.load_weights, config.sampler.slots)
+            desk = Desk(models, service.weights_folder, config.sampler.slots)
             api = Api(service, desk, room)
             options = uvicorn.Config(
                 api.app,
@@ -89,12 +94,6 @@ async def serve(config: ServedConfig, tell: Callable[[str], None]) -> None:
                 raise
             left -= 1
             log.warning("a machine failed: the server begins again", error=described(error), left=left)
-
-
-def _with_adapters(config: ServedConfig) -> SamplerConfig:
-    """Return the sampler's table, which takes the policy's adapters if these alone are sent to it."""
-    lora = config.policy.lora
-    return config.sampler.model_copy(update={"lora": lora}) if lora and lora.sync == "adapters" else config.sampler
 
 
 def _most_requests(config: ServedConfig, tenant: str) -> int:

@@ -6,9 +6,9 @@ after it. A restart and a change of models are the same: the state is read, and 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -22,7 +22,7 @@ from meshrl.tinker.config import ServedConfig, TenantConfig
 from meshrl.tinker.journal import Journal
 from meshrl.tinker.library import Checkpoint, Kind, Library, Model, Sampler, Session
 from meshrl.tinker.models import Models
-from meshrl.tinker.queues import ModelQueue, Pending, Room, Worker
+from meshrl.tinker.queues import ModelQueue, Pending, Room, Turn, Worker
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -38,6 +38,8 @@ from meshrl.tinker.results import Failure, Plain, Result
 from meshrl.tinker.rows import batch_of, loss_of, passed, tokens_of
 
 _STATE: Final = "state-{:010}"
+_TOGETHER: Final = 16
+"""Models whose rows go into one call, at most."""
 _JOURNAL_BYTES: Final = 1 << 28
 """Size of a journal's file at which a state is written."""
 
@@ -61,7 +63,7 @@ class Service:
         """The models in the trainer, the one that was used last at the end."""
         self._store: set[str] = set()
         """Models whose state is to be written as soon as that is possible."""
-        self.worker: Final = Worker(self._apply)
+        self.worker: Final = Worker(self._apply, min(models.most, _TOGETHER))
 
     async def run(self) -> None:
         """Apply requests until this is cancelled. Raises what ends the server, such as the loss of a rank."""
@@ -116,7 +118,7 @@ class Service:
             found, _ = self.library.find(tenant, request.path)
             base = found.model
         else:
-            lora = request.lora_config if self.config.lora else None
+            lora = request.lora_config if self.config.policy.is_adapted else None
             base = Model(name, str(request.session_id), request.base_model, time.time())
             if lora is not None:
                 seed = self.config.policy.seed if lora.seed is None else lora.seed
@@ -165,38 +167,49 @@ class Service:
         for queue in self._queues.values():
             queue.closed |= queue.tenant == tenant and queue.model.startswith(f"{session}:")
 
-    async def _apply(self, queue: ModelQueue, pending: Pending) -> Result:
-        """Apply a request. Machine faults are raised, and other errors are the request's result."""
+    async def _apply(self, group: Sequence[Turn]) -> list[Result]:
+        """Apply requests. Machine faults are raised, and other errors are the request's result."""
         event_log = sink.get()
         began = event_log.now() if event_log else 0.0
-        result = await self._guarded(queue, pending)
-        if event_log:
+        results = await self._guarded(group)
+        for (queue, pending), result in zip(group, results, strict=True) if event_log else ():
             data = pending.request.data if isinstance(pending.request, Pass) else None
-            verb = _verb(pending.request)
-            event_log.emit(
-                RequestEvent(
-                    queue.model,
-                    pending.number,
-                    verb,
-                    queue.tenant,
-                    max(0.0, began - (time.time() - pending.received)),
-                    began,
-                    event_log.now(),
-                    len(data) if data is not None else None,
-                    tokens_of(data) if data is not None else None,
-                    result.error if isinstance(result, Failure) else None,
-                )
-            )
-        return result
+            received = max(0.0, began - (time.time() - pending.received))
+            event = RequestEvent(queue.model, pending.number, _verb(pending.request), queue.tenant, received, began, event_log.now())
+            if data is not None:
+                event = msgspec.structs.replace(event, rows=len(data), tokens=tokens_of(data))
+            if isinstance(result, Failure):
+                event = msgspec.structs.replace(event, error=result.error)
+            event_log.emit(event)
+        return results
 
-    async def _guarded(self, queue: ModelQueue, pending: Pending) -> Result:
+    async def _guarded(self, group: Sequence[Turn]) -> list[Result]:
         try:
-            await self._bring(queue)
-            return await self._result(queue, pending)
+            for queue, _ in group:
+                await self._bring(queue)
+            if len(group) > 1:
+                return await self._passed(group)
+            queue, pending = group[0]
+            return [await self._result(queue, pending)]
         except (MeshrlError, OSError) as error:
             if is_machine_fault(error):
                 raise
-            return failure_of(error)
+            failure = failure_of(error)
+            if len(group) > 1 and failure.category == "user":  # one of them does not fit, and nothing has changed
+                return [each for one in group for each in await self._guarded([one])]
+            return [failure] * len(group)
+
+    async def _passed(self, group: Sequence[Turn]) -> list[Result]:
+        """Add the gradients of requests of several models in one call."""
+        requests = [cast("Pass", pending.request) for _, pending in group]
+        loss, batches = loss_of(requests[0]), [batch_of(each) for each in requests]
+        rows = await self.models.forward_backward([queue.model for queue, _ in group], batches, loss)
+        for queue, _ in group:
+            queue.accumulating = True
+        return [
+            passed(request, batch.ragged("logprobs"), batch.ragged("losses"))
+            for request, batch in zip(requests, rows, strict=True)
+        ]
 
     async def _bring(self, queue: ModelQueue) -> None:
         """Bring a model into the trainer: its newest state, and then the requests since."""
@@ -259,10 +272,7 @@ class Service:
         """Do what a request does to the model in the trainer. None if it does nothing to it."""
         model = queue.model
         if isinstance(request, Pass) and request.backward:
-            loss, batch = loss_of(request), batch_of(request)
-            logprobs, losses = await self.models.forward_backward(model, batch, loss)
-            queue.accumulating = True
-            return passed(request, logprobs, losses)
+            return (await self._passed([(queue, Pending(0, request, 0))]))[0]
         if isinstance(request, OptimStep):
             if request.adam_params is None:
                 kind = (request.optimizer_params or {}).get("type")
@@ -366,23 +376,20 @@ class Service:
         """Make a sampling session, of the base model or of saved weights. DataError if there are none."""
         self.session(tenant, session)
         if path is not None:
-            found, _ = self.library.find(tenant, path)
-            if found.kind != "sampler":
-                raise DataError(f"{path} holds no weights for samplers: save them with save_weights_for_sampler")
-            base = found.model.base_model
+            self.weights_folder(tenant, path)
+            base = self.library.find(tenant, path)[0].model.base_model
         if base != self.config.model:
             raise DataError(f"this server has no model {base!r}: it has {self.config.model!r}")
         sampler = Sampler(f"{session}:sample:{number}", self.config.model, path)
         self.library.shelf(tenant).put_sampler(sampler)
         return sampler
 
-    async def load_weights(self, tenant: str, path: str | None) -> None:
-        """Load the weights of a path into the sampler, or those of the base model. DataError if there are none."""
-        if path is None:
-            await self.models.load_weights(None)
-        else:
-            _, folder = self.library.find(tenant, path)
-            await self.models.load_weights(folder / "weights")
+    def weights_folder(self, tenant: str, path: str) -> Path:
+        """Return the folder of weights for samplers that a tenant may read. DataError if there are none."""
+        found, folder = self.library.find(tenant, path)
+        if found.kind != "sampler":
+            raise DataError(f"{path} holds no weights for samplers: save them with save_weights_for_sampler")
+        return folder / "weights"
 
     def sampler(self, tenant: str, name: str) -> Sampler:
         """Return a tenant's sampling session. Unknown if there is none."""

@@ -15,7 +15,7 @@ from tinker import types
 from meshrl import Policy, Run, RunConfig, Sampler
 from meshrl.tinker import ServedConfig
 from meshrl.tinker.library import Session
-from meshrl.tinker.models import Models
+from meshrl.tinker.models import Models, WholeModels
 from meshrl.tinker.queues import Room
 from meshrl.tinker.requests import Adam, Create, Datum, Load, OptimStep, Pass, Request, Save, Tensor
 from meshrl.tinker.results import Result
@@ -57,7 +57,7 @@ async def models(model: str, folder: Path) -> AsyncGenerator[tuple[Models, Serve
     config = ServedConfig.model_validate(table(model, folder, state_every=2))
     async with Run(RunConfig(name="models", folder=str(folder))) as run:
         policy, sampler = await run.spawn(Policy, config.policy), await run.spawn(Sampler, config.sampler)
-        made = Models(policy, sampler, config, folder / "scratch")
+        made = WholeModels(policy, sampler, folder / "scratch")
         await made.open()
         yield made, config
 
@@ -79,7 +79,6 @@ async def results(made: Models, config: ServedConfig, folder: Path) -> list[Resu
     with suppress(asyncio.CancelledError):
         await work
     service.close()
-    await made.forget()
     return found
 
 
@@ -117,7 +116,7 @@ async def test_a_server_that_is_killed_at_any_await_applies_each_request_once(
         photographed: Any = Photographed(made, tmp_path / "first", tmp_path / "kills")
         right = await results(photographed, config, tmp_path / "first")
         kills = sorted((tmp_path / "kills").iterdir())
-        assert len(kills) > 30
+        assert len(kills) >= 30
         for kill in kills[::stride]:
             found = await results(made, config, kill)
             assert all(each in (None, known) for each, known in zip(found, right, strict=True)), kill.name
@@ -135,8 +134,6 @@ def test_a_client_goes_on_with_a_server_that_began_again(model: str, tmp_path: P
 
     def losses(urls: Iterator[str]) -> list[float]:
         url = next(urls)
-        port = int(url.rpartition(":")[2])
-        _ = port
         training = client(url).create_lora_training_client("tiny").result()
         sampling = training.save_weights_and_get_sampling_client().result()
         found = [training.forward_backward([row], "cross_entropy").result().metrics["loss:sum"]]

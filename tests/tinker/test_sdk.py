@@ -158,7 +158,7 @@ def test_checkpoints_are_listed_changed_downloaded_and_deleted(url: str, trainin
     urls = rest.get_external_weights_urls(files).result().urls
     with urllib.request.urlopen(urls["config.json"]) as answer:  # noqa: S310 -- loopback
         assert json.loads(answer.read())["model_type"] == "llama"
-    used = rest.get_current_checkpoint_storage_usage().result().data
+    used = tinker.AdminClient(base_url=url, api_key=KEY).get_current_checkpoint_storage_usage().result().data
     assert sum(each.checkpoint_count for each in used) >= 3
     rest.delete_checkpoint_from_tinker_path(state).result()
     assert state not in {each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints}
