@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from meshrl.data import Bucket, Entry, Probe, Ragged, Weights
+from meshrl.data import AdapterOf, Bucket, Entry, Probe, Ragged, Weights
 from meshrl.errors import Damaged
 
 _INDEX: Final = "weights.json"
@@ -20,6 +20,7 @@ class _Bucket(msgspec.Struct, frozen=True):
 
 class _Index(msgspec.Struct, frozen=True):
     version: int
+    adapter: AdapterOf | None
     buckets: list[_Bucket]
     probe_lengths: list[int]
     """Tokens of each row of the probe. None without a probe."""
@@ -38,7 +39,8 @@ def write_weights(weights: Weights, folder: Path) -> None:
     lengths, tokens, logprobs = (
         (probe.tokens.lengths.tolist(), probe.tokens.values.tolist(), probe.logprobs.tolist()) if probe else ([], [], [])
     )
-    (folder / _INDEX).write_bytes(msgspec.json.encode(_Index(weights.version, buckets, lengths, tokens, logprobs)))
+    index = _Index(weights.version, weights.adapter, buckets, lengths, tokens, logprobs)
+    (folder / _INDEX).write_bytes(msgspec.json.encode(index))
 
 
 def read_weights(folder: Path) -> Weights:
@@ -57,4 +59,4 @@ def read_weights(folder: Path) -> Weights:
         ends = np.cumsum([0, *index.probe_lengths])
         tokens = Ragged(np.array(index.probe_tokens, np.int32), ends)
         probe = Probe(tokens, np.array(index.probe_logprobs, np.float32))
-    return Weights.of(index.version, buckets, probe)
+    return Weights.of(index.version, buckets, probe, index.adapter)
