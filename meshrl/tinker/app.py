@@ -270,9 +270,7 @@ class Api:
 
         return handle
 
-    def _submitted(
-        self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused
-    ) -> str:
+    def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused) -> str:
         if number is None or number < 1:
             raise DataError(f"a request of {model} has the number {number}: its seq_id counts from 1")
         return self._service.submit(tenant, model, number, asked)
@@ -611,11 +609,10 @@ def _page(found: list[T], request: Request) -> tuple[list[T], dict[str, int]]:
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-async def _health(request: Request) -> Response:
+async def _health(_: Request) -> Response:
     return _json({"status": "ok"})
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
     status = cast("int", getattr(error, "status_code", 404))
     return _refusal(status, f"{request.method} {request.url.path} is not served: docs/tinker.md lists what is")
-

@@ -49,7 +49,9 @@ def _decompressed(body: bytes, most: int, *, partial: bool) -> bytes:
     try:
         import zstandard  # noqa: PLC0415 -- only for compressed bodies
     except ModuleNotFoundError as error:
-        raise DataError("the body is compressed, and this server lacks the package zstandard: send it as it is") from error
+        raise DataError(
+            "the body is compressed, and this server lacks the package zstandard: send it as it is"
+        ) from error
     reader = zstandard.ZstdDecompressor().stream_reader(body)
     pieces = bytearray()
     try:

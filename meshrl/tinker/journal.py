@@ -8,6 +8,7 @@ named after the number of its last request.
 import os
 import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -93,7 +94,7 @@ class Journal:
         self._file = self._open(start)
         self.nbytes = self._file.tell()
         starts = self._starts()
-        for before, after in zip(starts, starts[1:], strict=False):
+        for before, after in pairwise(starts):
             if after <= kept:
                 (self._folder / _NAME.format(before)).unlink()
 

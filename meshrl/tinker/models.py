@@ -1,12 +1,13 @@
 """The models behind the server: a policy that is trained for its clients, and a sampler that takes their weights.
 
-With adapters, the policy holds those of many clients on one frozen base, and the sampler those of many versions. Without
-them, it trains all weights of one client's model at a time.
+With adapters, the policy holds those of many clients on one frozen base, and the sampler those of many versions.
+Without them, it trains all weights of one client's model at a time.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -73,10 +74,8 @@ class Models(ABC):
         """
         rows = [self._named(model, batch) for model, batch in zip(models, batches, strict=True)]
         result: LossResult = await (await self._policy.forward_backward(Batch.concat(rows), loss)).load()
-        ends = [0]
-        for batch in batches:
-            ends.append(ends[-1] + len(batch))
-        return [result.rows.select(range(start, end)) for start, end in zip(ends, ends[1:], strict=False)]
+        ends = accumulate(map(len, batches), initial=0)
+        return [result.rows.select(range(start, end)) for start, end in pairwise(ends)]
 
     async def step(self, model: str, adam: Adam) -> Mapping[str, float]:
         """Make an optimizer step. Returns its numbers."""
@@ -230,5 +229,3 @@ def tables_of(config: ServedConfig) -> tuple[ServedConfig, SamplerConfig]:
     policy = config.policy.model_copy(update={"lora": None, "adapters": {}})
     sampler = config.sampler.model_copy(update={"lora": None, "adapters": {}})
     return config.model_copy(update={"policy": policy}), sampler
-
-

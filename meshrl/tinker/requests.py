@@ -34,7 +34,9 @@ class Tensor(msgspec.Struct, frozen=True):
     def array(self) -> Array:
         """The values, of any shape. DataError if there are more or fewer bytes than the shape needs."""
         if math.prod(self.shape) * np.dtype(self.dtype).itemsize != len(self.data):
-            raise DataError(f"a tensor {self.dtype}{list(self.shape)} has {len(self.data)} bytes: send its whole values")
+            raise DataError(
+                f"a tensor {self.dtype}{list(self.shape)} has {len(self.data)} bytes: send its whole values"
+            )
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
     @classmethod
@@ -228,7 +230,9 @@ class JsonTensor(msgspec.Struct, frozen=True):
         if self.sparse_crow_indices is None:
             return Tensor.of(self.data, self.dtype, self.shape)
         indices = (self.sparse_crow_indices, self.sparse_col_indices or [])
-        return _dense(np.array(self.data, self.dtype), *(np.array(each, np.int64) for each in indices), self.shape or [])
+        return _dense(
+            np.array(self.data, self.dtype), *(np.array(each, np.int64) for each in indices), self.shape or []
+        )
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshrl.agents import Answer, RequestBatcher
 from meshrl.data import ADAPTER, Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.mesh import Array
+from meshrl.mesh import Array  # noqa: TC001
 from meshrl.roles import Sampling
 from meshrl.tinker.models import Models
 from meshrl.tinker.queues import Turns

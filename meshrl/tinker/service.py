@@ -122,7 +122,11 @@ class Service:
             base = Model(name, str(request.session_id), request.base_model, time.time())
             if lora is not None:
                 seed = self.config.policy.seed if lora.seed is None else lora.seed
-                parts = {"train_mlp": lora.train_mlp, "train_attn": lora.train_attn, "train_unembed": lora.train_unembed}
+                parts = {
+                    "train_mlp": lora.train_mlp,
+                    "train_attn": lora.train_attn,
+                    "train_unembed": lora.train_unembed,
+                }
                 base = msgspec.structs.replace(base, rank=lora.rank, seed=seed, **parts)
         optimizer = request.optimizer_config
         if optimizer is not None and optimizer.type != "adamw":
@@ -175,7 +179,9 @@ class Service:
         for (queue, pending), result in zip(group, results, strict=True) if event_log else ():
             data = pending.request.data if isinstance(pending.request, Pass) else None
             received = max(0.0, began - (time.time() - pending.received))
-            event = RequestEvent(queue.model, pending.number, _verb(pending.request), queue.tenant, received, began, event_log.now())
+            event = RequestEvent(
+                queue.model, pending.number, _verb(pending.request), queue.tenant, received, began, event_log.now()
+            )
             if data is not None:
                 event = msgspec.structs.replace(event, rows=len(data), tokens=tokens_of(data))
             if isinstance(result, Failure):
@@ -297,8 +303,8 @@ class Service:
         if isinstance(request, Pass):
             loss_of(request)  # refuses one that does not exist
             return passed(request, await self.models.logprobs(model, batch_of(request)), None)
-        if isinstance(request, Create):
-            return Plain({"model_id": model, "type": "create_model"})
+        if isinstance(request, Refused):
+            return Failure(request.error, "user")
         if isinstance(request, Save):
             return await self._save(queue, pending.number, request)
         if isinstance(request, SaveForSampler):
@@ -310,8 +316,7 @@ class Service:
             write = lambda folder: self.models.write_files(model, folder / "files")  # noqa: E731
             await self._checkpoint(queue, pending.number, path, "external", request, write)
             return Plain({"path": path, "type": "save_weights_external"})
-        assert isinstance(request, Refused)
-        return Failure(request.error, "user")
+        return Plain({"model_id": model, "type": "create_model"})
 
     async def _save(self, queue: ModelQueue, number: int, request: Save) -> Result:
         if queue.accumulating:
@@ -415,4 +420,3 @@ def _verb(request: Request) -> str:
     if isinstance(request, Pass):
         return "forward_backward" if request.backward else "forward"
     return str(type(request).__struct_config__.tag)
-

@@ -37,7 +37,9 @@ def write_weights(weights: Weights, folder: Path) -> None:
         buckets.append(_Bucket(dict(bucket.index), bucket.nbytes))
     probe = weights.probe
     lengths, tokens, logprobs = (
-        (probe.tokens.lengths.tolist(), probe.tokens.values.tolist(), probe.logprobs.tolist()) if probe else ([], [], [])
+        (probe.tokens.lengths.tolist(), probe.tokens.values.tolist(), probe.logprobs.tolist())
+        if probe
+        else ([], [], [])
     )
     index = _Index(weights.version, weights.adapter, buckets, lengths, tokens, logprobs)
     (folder / _INDEX).write_bytes(msgspec.json.encode(index))

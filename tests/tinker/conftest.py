@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 pytest.importorskip("tinker", reason="the SDK of the Tinker API is the client of these tests")
 
-from tests.tinker.served import served, table  # noqa: E402 -- they need the SDK
+from tests.tinker.served import served, table
 
 
 @pytest.fixture(scope="session")

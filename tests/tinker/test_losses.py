@@ -96,14 +96,18 @@ def test_a_custom_loss_runs_in_the_client_and_has_its_gradient(training: tinker.
         weighed = [own @ torch.tensor(each) for own, each in zip(logprobs, ADVANTAGES, strict=True)]
         return -torch.stack(weighed).sum(), {"mine": 1.0}
 
-    custom_rows = [tinker.Datum(row.model_input, {"target_tokens": row.loss_fn_inputs["target_tokens"]}) for row in rows_for("ppo")]
+    custom_rows = [
+        tinker.Datum(row.model_input, {"target_tokens": row.loss_fn_inputs["target_tokens"]}) for row in rows_for("ppo")
+    ]
     passed = training.forward_backward_custom(custom_rows, custom).result()
     norm = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
     same = training.forward_backward(rows_for("cross_entropy"), "cross_entropy").result()
     right = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
     assert passed.metrics["mine"] == 1.0
     assert passed.metrics["loss:sum"] == pytest.approx(same.metrics["loss:sum"], rel=1e-6)
-    assert norm and right and norm["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-6)
+    assert norm is not None
+    assert right is not None
+    assert norm["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-6)
 
 
 def test_a_target_need_not_be_the_next_token(training: tinker.TrainingClient, model: str) -> None:

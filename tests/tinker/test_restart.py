@@ -1,4 +1,4 @@
-"""A server that is killed at any await: whatever is on disk then, the next one goes on with each request applied once."""
+"""A server that is killed at any await: the next one goes on from what is on disk, with each request applied once."""
 
 import asyncio
 import inspect

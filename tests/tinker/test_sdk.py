@@ -71,7 +71,9 @@ def test_the_step_is_torchs_adamw(training: tinker.TrainingClient, model: str) -
     np.testing.assert_allclose(found, right.detach().numpy(), atol=2e-5)
 
 
-def test_samples_follow_the_weights_that_were_saved(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+def test_samples_follow_the_weights_that_were_saved(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
     base = service.create_sampling_client(base_model="tiny").result()
     before = training.forward([ROW], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     step(training)
@@ -81,7 +83,10 @@ def test_samples_follow_the_weights_that_were_saved(service: tinker.ServiceClien
     newest = training.save_weights_and_get_sampling_client().result()
     after = training.forward([ROW], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     whole = types.ModelInput.from_ints([1, 5, 3, 8])
-    values = {name: each.compute_logprobs(whole).result() for name, each in (("base", base), ("named", named), ("new", newest))}
+    values = {
+        name: each.compute_logprobs(whole).result()
+        for name, each in (("base", base), ("named", named), ("new", newest))
+    }
     np.testing.assert_allclose(np.array(values["base"][1:], float), before, atol=1e-5)
     np.testing.assert_allclose(np.array(values["new"][1:], float), after, atol=1e-5)
     assert values["base"][0] is None
@@ -115,10 +120,14 @@ def test_a_sample_tells_log_probs_and_the_most_probable_tokens(service: tinker.S
         np.testing.assert_allclose(sequence.logprobs, own, atol=1e-5)
         assert sequence.topk_logprobs is not None
         assert [len(each or ()) for each in sequence.topk_logprobs] == [2] * len(sequence.tokens)
-        assert (sequence.stop_reason == "length") == (len(sequence.tokens) == 6 and sequence.tokens[-1] not in (1, 2, 4))
+        assert (sequence.stop_reason == "length") == (
+            len(sequence.tokens) == 6 and sequence.tokens[-1] not in (1, 2, 4)
+        )
 
 
-def test_a_state_is_loaded_with_its_optimizer_or_without(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+def test_a_state_is_loaded_with_its_optimizer_or_without(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
     step(training)
     path = training.save_state("one", user_metadata={"note": "first"}).result().path
     right = [step(training), step(training)]
@@ -186,7 +195,11 @@ def test_sessions_are_known_by_their_name(url: str) -> None:
 async def test_async_clients_have_several_requests_under_way(url: str) -> None:
     service = client(url)
     training = await service.create_lora_training_client("tiny")
-    futures = [future for _ in range(4) for future in (training.forward_backward([ROW], "cross_entropy"), training.optim_step(ADAM))]
+    futures = [
+        future
+        for _ in range(4)
+        for future in (training.forward_backward([ROW], "cross_entropy"), training.optim_step(ADAM))
+    ]
     found = await asyncio.gather(*futures)
     sums = [each.metrics["loss:sum"] for each in found[::2]]
     assert sums == sorted(sums, reverse=True)
@@ -204,7 +217,10 @@ def test_requests_in_any_order_and_again_are_each_applied_once(url: str, trainin
         if number % 2 == 0:
             body = {"model_id": name, "seq_id": number, "adam_params": {"learning_rate": 1e-2}, "type": "optim_step"}
             return post(url, "optim_step", json.dumps(body).encode())
-        tensors = {"target_tokens": {"data": [5, 3, 8], "dtype": "int64"}, "weights": {"data": [1, 1, 1], "dtype": "float32"}}
+        tensors = {
+            "target_tokens": {"data": [5, 3, 8], "dtype": "int64"},
+            "weights": {"data": [1, 1, 1], "dtype": "float32"},
+        }
         chunks = [{"tokens": [1, 5, 3], "type": "encoded_text"}]
         rows = [{"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}]
         passed = {"data": rows, "loss_fn": "cross_entropy"}
@@ -233,7 +249,12 @@ REFUSED: dict[str, tuple[list[tinker.Datum], Any, Any, str]] = {
     "bound": ([ROW], "ppo", {"clip_low_threshold": 2.0}, "less than or equal to 1"),
     "lacking": ([datum([1, 5, 3])], "cross_entropy", None, "datum 0 has no weights"),
     "length": ([ROW, datum([1, 5, 3], weights=[1.0])], "cross_entropy", None, r"datum 1: weights has the shape \[1\]"),
-    "targets": ([datum([1, 5, 3], weights=[1.0] * 2, target_tokens=[1])], "cross_entropy", None, "1 target_tokens for 2"),
+    "targets": (
+        [datum([1, 5, 3], weights=[1.0] * 2, target_tokens=[1])],
+        "cross_entropy",
+        None,
+        "1 target_tokens for 2",
+    ),
     "infinite": ([datum([1, 5], weights=[float("inf")])], "cross_entropy", None, "not finite"),
     "token": ([datum([1, 99, 3], weights=[1.0] * 2)], "cross_entropy", None, "99"),
     "long": ([datum([1] * 60, weights=[1.0] * 59)], "cross_entropy", None, "60 tokens"),
@@ -254,7 +275,7 @@ def test_what_is_missing_is_told(service: tinker.ServiceClient, training: tinker
         service.create_lora_training_client("large").result()
     with pytest.raises(tinker.APIStatusError, match="there is no checkpoint"):
         service.create_sampling_client(model_path=f"tinker://{training.model_id}/sampler_weights/none").result()
-    with pytest.raises(tinker.RequestFailedError, match="no gradients|without gradients"):
+    with pytest.raises(tinker.RequestFailedError, match="gradients"):
         training.optim_step(ADAM).result()
     training.forward_backward([ROW], "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="call optim_step before save_state"):
