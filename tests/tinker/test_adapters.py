@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,11 @@ async def test_models_that_train_together_have_the_numbers_that_they_have_alone(
     assert (info.is_lora, info.lora_rank) == (True, 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # of transformers, by peft
 async def test_peft_reads_what_is_downloaded(shared: tuple[str, Path], model: str, tmp_path: Path) -> None:
     training, _ = await trained(client(shared[0]), 1)
     path = (await training.save_weights_external("files")).path
     urls = (await tinker.RestClient(base_url=shared[0], api_key=KEY).get_external_weights_urls(path)).urls
-    import urllib.request  # noqa: PLC0415
-
     for name, link in urls.items():
         with urllib.request.urlopen(link) as answer:  # noqa: ASYNC210, S310 -- loopback
             (tmp_path / name).write_bytes(answer.read())
