@@ -1,19 +1,17 @@
 """GRPO whose step begins before its batch is whole: gradients are added group by group, as completions finish.
 
 The trainer does not wait for the last completion of a batch, and one step is made for all. It computes the update of
-`grpo` with `epochs = 1`, but for rounding. The sampler needs its own ranks (docs/overlap.md).
+`grpo` with `epochs = 1`, except for rounding. The sampler needs its own ranks (docs/overlap.md).
 
     meshrl run streamed_grpo/quickstart
 """
-
-from pydantic import Field
 
 import meshrl as rl
 
 
 class StreamedGrpoConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
-    parts: int = Field(default=4, ge=1)  # most parts of a batch. Each is trained on as soon as it is scored
+    parts: int = 4  # most parts of a batch. Each is trained on as soon as it is scored
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

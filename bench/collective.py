@@ -74,7 +74,7 @@ class Source(FsdpPolicy):
     async def bare(self) -> Gather[Weights]:
         """As `weights`, without a probe: no model runs."""
         assert self._sender
-        return offer_weights(self._sender, self._trainable.optimizer.steps, None, self._trainable.shards())
+        return offer_weights(self._sender, self._trainable.slot(None).optimizer.steps, None, self._trainable.shards())
 
     @endpoint
     async def extra(self) -> Gather[np.ndarray]:

@@ -8,6 +8,7 @@ lengths  Rows of lognormal length (sigma 1) on 64 slots, as in a sampler with co
          of each way to take new weights, against slots / mean seconds of a row. Training takes no time.
 model    40 steps of grpo/quickstart from the model of sft/quickstart, by `meshrl run` with `run.engine` as in
          `--engine`, R and T from its events: one mesh on both cores, and two meshes of one core each, ahead = 0, 1, 2.
+         With ahead = 1 also streamed_grpo/quickstart, which trains on a batch in parts.
 
 All in real time and in turns. The first steps of a turn fill the pipeline and do not count. About 6 minutes.
 """
@@ -101,12 +102,14 @@ APART: Final = (
     *("reward.mesh=reward", "run.meshes.reward.cpus=0"),
 )
 RUNS: Final = {
-    "ahead=0, one mesh of 2 threads": ("ahead=0",),
-    "ahead=0, two meshes of 1 thread": ("ahead=0", *APART),
-    "ahead=1, two meshes of 1 thread": ("ahead=1", *APART),
-    "ahead=2, two meshes of 1 thread": ("ahead=2", *APART),
+    "ahead=0, one mesh of 2 threads": ("grpo", "ahead=0"),
+    "ahead=0, two meshes of 1 thread": ("grpo", "ahead=0", *APART),
+    "ahead=1, two meshes of 1 thread": ("grpo", "ahead=1", *APART),
+    "ahead=1, in parts, two meshes of 1 thread": ("streamed_grpo", "ahead=1", *APART),
+    "ahead=2, two meshes of 1 thread": ("grpo", "ahead=2", *APART),
 }
-JUDGED: Final = "ahead=1, two meshes of 1 thread"
+"""The algorithm of each run, and its settings."""
+JUDGED: Final = "ahead=1, in parts, two meshes of 1 thread"
 """The setting with targets, if the meshes are processes."""
 STEPS: Final = 40
 FILLING: Final = 6
@@ -321,7 +324,7 @@ class Spent:
 def model_runs(folder: Path, engine: str, rounds: int) -> list[Figure]:
     """Measure the real model."""
     model = warmed_up_model(folder)
-    turns = {name: partial(run, folder, model, [f"run.engine={engine}", *each]) for name, each in RUNS.items()}
+    turns = {name: partial(run, folder, model, [*each, f"run.engine={engine}"]) for name, each in RUNS.items()}
     spent = {name: Spent.middle(values) for name, values in take_turns(turns, rounds).items()}
     (default, together), (apart, alone), *overlapped = spent.items()
     figures = [
@@ -349,10 +352,11 @@ def model_runs(folder: Path, engine: str, rounds: int) -> list[Figure]:
 
 
 def run(folder: Path, model: Path, settings: Sequence[str]) -> Spent:
-    """Run the real script once."""
+    """Run a script once, with the settings that follow its name."""
+    algorithm, *chosen = settings
     name = f"run-{time.monotonic_ns()}"
     common = [f"run.folder={folder}", f"run.name={name}", f"policy.model={model}", f"steps={STEPS}"]
-    words = ["run", "grpo/quickstart", *common, "policy.optimizer.schedule=constant", *settings]
+    words = ["run", f"{algorithm}/quickstart", *common, "policy.optimizer.schedule=constant", *chosen]
     environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     meshrl = Path(sys.executable).parent / "meshrl"
     subprocess.run([meshrl, *words], check=True, cwd=ROOT, capture_output=True, env=environment)

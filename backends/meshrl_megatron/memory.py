@@ -28,7 +28,7 @@ from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import predicts_of
 from meshrl_torch.model.loading import GENERATOR, config_of
 from meshrl_torch.model.packing import MicroBatch
-from meshrl_torch.train.roles import TrainedConfig
+from meshrl_torch.train.trainable import TrainedConfig
 
 
 def held(config: ModelConfig, work: Workload) -> MemoryEstimate:

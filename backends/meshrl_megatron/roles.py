@@ -28,6 +28,7 @@ from meshrl_torch.model.scoring import check_readable
 from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.train import roles
 from meshrl_torch.train.step import StepLoss
+from meshrl_torch.train.trainable import Slot, Trainable, TrainedConfig
 from meshrl_torch.weights.transfer import TensorSpec, check_weights, copy_into
 
 _HEAD: Final = "value_head."
@@ -39,16 +40,16 @@ _ROLES: Final[Mapping[Predicts, tuple[str, str]]] = {
 """The role's name and the prefix of its decoder's tensors in checkpoints."""
 
 
-class PipelinedTrainable(roles.Trainable):
+class PipelinedTrainable(Trainable):
     """A model in the dtype of its table, split along its mesh's axes. Its optimizer is float32."""
 
-    def __init__(self, config: roles.TrainedConfig) -> None:
+    def __init__(self, config: TrainedConfig) -> None:
         self._model = build(config, own_rank())
         name, body = _ROLES[predicts_of(config)]
         optimizer = MegatronOptimizer(config.optimizer, self._model)
         self._pipeline = Pipeline(optimizer.stages, self._model)
         passes = self._pipeline.passes(config.micro_batch_tokens)
-        slot = roles.Slot(optimizer, MegatronState(name, optimizer, self._model, body))
+        slot = Slot(optimizer, MegatronState(name, optimizer, self._model, body))
         super().__init__(passes, {DEFAULT_ADAPTER: slot})
 
     async def _backward(self, batch: Batch, micros: Sequence[MicroBatch], losses: StepLoss) -> None:
@@ -102,7 +103,7 @@ class PipelinedTrainable(roles.Trainable):
 class SplitOverRanks(roles.PlacedTogether):
     """Splits a model in the dtype of its table along the axes of a mesh."""
 
-    def _train(self, config: roles.TrainedConfig) -> PipelinedTrainable:
+    def _train(self, config: TrainedConfig) -> PipelinedTrainable:
         """Load the model. ConfigError if it has adapters."""
         if isinstance(config, PolicyConfig) and config.is_adapted:
             key = "lora" if config.lora else "adapters"

@@ -15,7 +15,7 @@ BASE: Final = ""
 
 
 def adapters_of(batch: Batch, known: Collection[str]) -> tuple[str, ...]:
-    """Return the adapter of each row, by name: that of its column, or else `DEFAULT_ADAPTER` if there is one, or `BASE`.
+    """Return the adapter of each row by name: that of its column, or else `DEFAULT_ADAPTER` if it is known, or `BASE`.
 
     An empty text is `BASE` too. DataError if a row names an adapter that is not `known`.
     """
@@ -28,7 +28,7 @@ def adapters_of(batch: Batch, known: Collection[str]) -> tuple[str, ...]:
         hint = did_you_mean(name, known, "{!r}")
         raise DataError(
             f"{batch.place(names.index(name))} names the adapter {name!r}, and this model has "
-            f"{', '.join(map(repr, known)) or 'none'}: {f'{hint} ' if hint else ''}add it with add_adapter, or declare it "
-            "in policy.adapters"
+            f"{', '.join(map(repr, known)) or 'none'}: {f'{hint} ' if hint else ''}add it with add_adapter, or declare "
+            "it in policy.adapters; a sampler gets it by publish"
         )
     return names

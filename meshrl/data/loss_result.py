@@ -39,5 +39,5 @@ class LossResult(HasRefs):
         """Return the same with all columns readable here."""
         return replace(self, rows=await self.rows.load())
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return replace(self, rows=copy.deepcopy(self.rows, memo))
+    def __deepcopy__(self, memo: object) -> Self:
+        return replace(self, rows=copy.deepcopy(self.rows))

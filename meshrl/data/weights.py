@@ -213,7 +213,8 @@ class Weights(HasRefs):
         of = f"adapter {self._adapter.name!r}, " if self._adapter else ""
         if any(bucket.held for bucket in self._buckets):
             return f"Weights({of}version {self._version}, {size} elsewhere)"
-        return f"Weights({of}version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
+        count = sum(len(bucket.index) for bucket in self._buckets)
+        return f"Weights({of}version {self._version}, {count} tensors, {size})"
 
 
 def _unpickled(version: int, buckets: Sequence[Bucket], probe: Probe | None, adapter: AdapterOf | None) -> Weights:

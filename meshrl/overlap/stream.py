@@ -160,7 +160,8 @@ class Rollouts:
 
         A part has at least `size / most` groups, unless it is the last one, and all that are ready. The bound holds for
         each part as it does for whole batches, and a batch has the same number of groups. If the loop ends early, the
-        next one continues with the rest of the batch. Nothing is yielded if the prompts have ended.
+        next one continues with the rest of the batch. Nothing is yielded if the prompts have ended. Raises DataError
+        outside the stream's `async with`, or if `most` is below 1.
         """
         if most < 1:
             raise DataError(f"a batch cannot come in {most} parts: give a number from 1")

@@ -65,7 +65,7 @@ class Policy(Stateful, ABC):
     @endpoint
     @abstractmethod
     async def forward_backward(self, batch: Shard[Batch], loss: Loss) -> Gather[LossResult]:
-        """Add the gradients of a batch, of which `step` makes a step.
+        """Add the gradients of a batch, which `step` applies.
 
             for part in parts:
                 await policy.forward_backward(part, loss)
@@ -133,12 +133,12 @@ class Policy(Stateful, ABC):
 
     @endpoint
     async def add_adapter(self, name: str, lora: LoraConfig) -> None:
-        """Add an adapter on the frozen base, without any effect yet, with an optimizer and a schedule of its own.
+        """Add an adapter on the frozen base, without any effect yet, with a separate optimizer and schedule.
 
         Rows name it in their text column `adapter`, and several adapters may take part in a call. ConfigError if the
         name is taken, a target is no layer, the policy trains its base too, or the backend has no adapters.
         """
-        raise ConfigError(f"{type(self).__name__} has no adapters: use the backend torch or fsdp")
+        raise ConfigError(f"{type(self).__name__} has no adapters: its backend implements none")
 
     @endpoint
     async def drop_adapter(self, name: str) -> None:
@@ -249,7 +249,7 @@ class Sampler(Actor, ABC):
         aborts since the last load come first.
 
         Weights of one adapter are added under its name, or replace the earlier ones of that name. Rows that name it in
-        the text column `adapter` use them from their next token on. A version under a name of its own
+        the text column `adapter` use them from their next token on. A version under a separate name
         (`Weights.named`) stays for the rows that name it.
 
         If the weights have a probe, a sampler with a model adds `difference`, float64: the mean distance of its

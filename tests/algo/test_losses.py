@@ -187,6 +187,7 @@ def test_token_weights_by_hand_whose_rows_are_a_part_of_a_batch() -> None:
         "sequence-mean": np.array([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 1]) / 4,
         "sequence-sum": learned / 4,
         "constant": learned / 40,
+        "sum": learned,
     }
     for normalise, expected in by_hand.items():
         found = algo.token_weights(MASK, normalise, tokens=8, rows=4, constant=10 if normalise == "constant" else None)

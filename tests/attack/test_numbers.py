@@ -148,7 +148,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
     optimizer = Optimizer(SLOW, [parameter])
     for _ in range(300):  # in bfloat16, 256 + 1 is 256
         parameter.sum().backward()
-    assert optimizer.step("logprobs") == 300
+    assert optimizer.step("logprobs", optimizer.settings()) == 300
     assert parameter.grad is None
 
 

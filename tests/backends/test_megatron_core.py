@@ -82,7 +82,7 @@ async def compared(folder):
         own, other = [(await each.update(batch, ClippedLoss()))["grad_norm"] for each in policies]
         apart["grad_norm"].append(abs(own - other))
     # Parameters, as a sampler gets them.
-    tensors = [{name: tensor.float().clone() for name, tensor in p._trainable.published()} for p in policies]
+    tensors = [{name: tensor.float().clone() for name, tensor in p._trainable.published(None)} for p in policies]
     assert tensors[0].keys() == tensors[1].keys()
     apart["weights"] = [float((tensors[0][name] - tensors[1][name]).abs().max()) for name in tensors[0]]
     told = {"apart": apart, "used": sorted({*used})}

@@ -51,6 +51,10 @@ async def test_update_is_the_gradient_of_the_global_batch(normalise: Normalise, 
     batch = rollouts()
     loss = rl.ClippedLoss(normalise=normalise, constant=9 if normalise == "constant" else None)
     metrics = await policy(small, optimizer=SGD, micro_batch_tokens=40).update(batch, loss)
+    parts = policy(small, optimizer=SGD, micro_batch_tokens=40)
+    for rows in ([13, 2], [0, 4, 5, 6, 7, 8, 9], [1, 3, 10, 11, 12]):
+        await parts.forward_backward(batch.select(rows), loss)
+    in_parts = await parts.step()
     plain = AutoModelForCausalLM.from_pretrained(small)
     whole = torch.zeros(())
     learned = sum(bool(mask.any()) for mask in batch.loss_mask)
@@ -60,11 +64,13 @@ async def test_update_is_the_gradient_of_the_global_batch(normalise: Normalise, 
         advantages = torch.full((len(mask),), float(batch.row("advantages")[row]))
         columns = {**columns_of(batch, ["sampler_logprobs"], row), "advantages": advantages}
         means = {"token-mean": tokens, "sequence-mean": learned * int(mask.sum())}
-        divisor = {**means, "sequence-sum": learned, "constant": 9 * learned}
+        divisor = {**means, "sequence-sum": learned, "constant": 9 * learned, "sum": 1}
         whole = whole + loss(logprobs, columns).values[mask].sum() / divisor[normalise]
     whole.backward()
-    assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(norm_of(plain), rel=1e-5)
+    for found in (metrics, in_parts):
+        assert found["loss"] == pytest.approx(whole.item(), rel=1e-6, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(norm_of(plain), rel=1e-5)
+    assert in_parts.means() == pytest.approx(metrics.means(), rel=1e-5, abs=1e-6)
 
 
 async def test_a_saved_folder_is_opened_by_transformers_and_by_a_reference(small: str, tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ from meshrl import ClippedLoss, Resources
 from meshrl.algo import TokenLoss
 from meshrl.errors import RankFailed
 from meshrl.testing import conformance
-from meshrl.testing.conformance import Check, Harness, Subject, Trial, numbers, refusals, state
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, halves, numbers, refusals, state
+from meshrl.testing.conformance.material import LOSS
 from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 WITHOUT_A_MODEL: Sequence[Check] = [
     refusals.the_loss_of_a_critic, refusals.log_probs_of_another_model, refusals.a_column_that_is_missing,
-    state.the_same_bits, state.a_cancelled_update, state.calls_at_once, state.roles_side_by_side,
-    state.a_policy_goes_on, state.a_policy_made_again, *state.CRITIC, *state.REWARD_MODEL, *refusals.REWARD_MODEL,
+    halves.an_update_in_halves, state.the_same_bits, state.a_cancelled_update, state.calls_at_once,
+    state.roles_side_by_side, state.a_policy_goes_on, state.a_policy_made_again, *state.CRITIC, *state.REWARD_MODEL,
+    *refusals.REWARD_MODEL,
 ]  # fmt: skip
 """What can be asked of roles that compute nothing."""
 
@@ -36,22 +38,18 @@ async def a_loss_that_raises(trial: Trial) -> None:
     for rows in (batch.assign(advantages=advantages), batch.assign(advantages=advantages).select([3])):
         with pytest.raises(RankFailed, match="an advantage above 50"):
             await policy.update(rows, Fragile())
+    await policy.forward_backward(batch, LOSS)
+    with pytest.raises(RankFailed, match=f"gradients of {len(batch)} rows .* are dropped"):
+        await policy.forward_backward(batch.assign(advantages=advantages), Fragile())
+    with pytest.raises(RankFailed, match="nothing to step on"):
+        await policy.step()
     await trial.standard(policy)
-
-
-async def adapters(trial: Trial) -> None:
-    """A policy with adapters trains as one rank does, or says that its layout has none."""
-    if "tp" not in trial.subject.axes:
-        await numbers.low_rank_adapters(trial)
-        return
-    with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
-        await trial.own.policy(lora={"rank": 4})
 
 
 ALL: Sequence[Check] = [
     *conformance.CHECKS,
     *conformance.REWARD_MODEL,
-    adapters,
+    *conformance.ADAPTERS,
     a_loss_that_raises,
     log_probs_of_transformers,
 ]
@@ -69,8 +67,8 @@ ALONE: Sequence[Check] = [
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
-    numbers.POLICY[1], numbers.uneven_rows, *numbers.CRITIC[1:], *numbers.REFERENCE[1:], adapters, state.saving,
-    state.a_policy_goes_on,
+    numbers.POLICY[1], numbers.uneven_rows, *halves.POLICY, *numbers.CRITIC[1:], *numbers.REFERENCE[1:],
+    *numbers.ADAPTERS, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided."""
 
@@ -88,7 +86,7 @@ CASES = [
     *asked(Subject("fsdp", {"dp": 2}, "processes", REPLICATE), AXIS, ALL),
     *asked(
         Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}),
-        [numbers.micro_batches, state.saving, state.a_policy_goes_on],
+        [numbers.micro_batches, *halves.POLICY, state.saving, state.a_policy_goes_on],
         ALL,
     ),
     *asked(TP, AXIS, ALL),

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.errors import RankFailed
 from meshrl.testing import conformance
-from meshrl.testing.conformance import Check, Harness, Subject, Trial, numbers, state
+from meshrl.testing.conformance import Check, Harness, Subject, Trial, halves, numbers, state
 from tests.conformance.kits import asked, keep, log_probs_of_transformers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron]
@@ -27,8 +27,8 @@ async def adapters_are_refused(trial: Trial) -> None:
 ALL: Sequence[Check] = [*conformance.CHECKS, *conformance.REWARD_MODEL, log_probs_of_transformers, adapters_are_refused]
 AXIS: Sequence[Check] = [
     numbers.POLICY[1], numbers.micro_batches, numbers.uneven_rows, numbers.short_and_long_rows,
-    numbers.critic_updates, numbers.a_reference_takes_weights, numbers.reward_model_updates, state.weights,
-    state.saving, state.a_policy_goes_on,
+    *halves.POLICY, numbers.critic_updates, numbers.a_reference_takes_weights, numbers.reward_model_updates,
+    state.weights, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along each axis."""
 KEPT: Sequence[Check] = [state.saving, state.a_policy_goes_on]
@@ -42,7 +42,8 @@ EXPERTS: Sequence[Check] = [
     numbers.a_reference_takes_weights, state.weights, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 TOGETHER: Sequence[Check] = [
-    log_probs_of_transformers, numbers.POLICY[0], numbers.critic_updates, state.a_policy_goes_on,
+    log_probs_of_transformers, numbers.POLICY[0], halves.any_number_of_calls, numbers.critic_updates,
+    state.a_policy_goes_on,
 ]  # fmt: skip
 """What is asked where all axes are divided at once."""
 

@@ -27,8 +27,8 @@ class ExportsBeforeTheUpdate(TorchPolicy):
         self._before = await super().weights()
         return await super().update(batch, loss)
 
-    async def weights(self) -> Weights:
-        now = await super().weights()
+    async def weights(self, adapter: str | None = None) -> Weights:
+        now = await super().weights(adapter)
         return self._before.with_version(now.version) if self._before else now
 
 
@@ -48,7 +48,7 @@ class CountsRefusedUpdates(TorchPolicy):
         try:
             return await super().update(batch, loss)
         except DataError:
-            self._trainable.optimizer.steps += 1
+            self._trainable.slot(None).optimizer.steps += 1
             raise
 
 
@@ -85,14 +85,14 @@ class RoundsDifferently(TorchPolicy):
 class ForgetsMoments(TorchPolicy):
     """Takes from a checkpoint the weights and the version alone."""
 
-    async def restore(self, folder: str) -> None:
-        await super().restore(folder)
-        optimizer: Any = self._trainable.optimizer
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
+        await super().restore(folder, adapter)
+        optimizer: Any = self._trainable.slot(None).optimizer
         optimizer._adamw.state.clear()
 
 
 class SavesNoHead(TorchCritic):
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: str | None = None) -> None:
         checkpoint.write(self._model, folder)
 
 

@@ -76,8 +76,8 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
     lives, refused, taken = count(), list[int](), list[int]()
 
     class Sending(FakePolicy):
-        async def weights(self) -> rl.Weights:
-            made = await super().weights()
+        async def weights(self, adapter: str | None = None) -> rl.Weights:
+            made = await super().weights(adapter)
             return Passing.of(made.version, made.buckets)
 
     class Late(FakeSampler):

@@ -58,8 +58,8 @@ def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
     class Jumping(FakePolicy):
         numbers = iter((7, 11, 15, 9))
 
-        async def weights(self) -> Weights:
-            return Weights(next(self.numbers), (await super().weights()).tensors)
+        async def weights(self, adapter: str | None = None) -> Weights:
+            return Weights(next(self.numbers), (await super().weights(adapter)).tensors)
 
     async def script() -> list[tuple[int, int]]:
         policy, sampler = Jumping(POLICY), FakeSampler(SAMPLER)

@@ -134,8 +134,8 @@ class Failing(FakePolicy):
     later = False
     made = 0
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        await super().checkpoint(folder, wait)
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
+        await super().checkpoint(folder, wait, adapter)
         Failing.made += 1
         if not self.later:
             await self.written()

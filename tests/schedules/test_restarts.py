@@ -48,8 +48,8 @@ class Diary(testing.FakePolicy):
         self.trained.append(sorted(set(batch.groups.tolist())))
         return await super().update(batch, loss)
 
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        await super().checkpoint(folder, wait)
+    async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
+        await super().checkpoint(folder, wait, adapter)
         self.copied, self.place = self.trained.copy(), Path(folder)
         if wait:
             await self.written()
@@ -58,12 +58,12 @@ class Diary(testing.FakePolicy):
         if self.place and self.place.is_dir():
             (self.place / "diary.json").write_bytes(msgspec.json.encode(self.copied))
 
-    async def restore(self, folder: str) -> None:
-        await super().restore(folder)
+    async def restore(self, folder: str, adapter: str | None = None) -> None:
+        await super().restore(folder, adapter)
         self.trained = msgspec.json.decode(Path(folder, "diary.json").read_bytes(), type=list[list[int]])
 
-    async def save(self, folder: str) -> None:
-        await super().save(folder)
+    async def save(self, folder: str, adapter: str | None = None) -> None:
+        await super().save(folder, adapter)
         Path(folder, "diary.json").write_bytes(msgspec.json.encode(self.trained))
 
 

@@ -1,9 +1,9 @@
 """The memory of a role's rank, of the backends `torch` and `fsdp`: their code, rehearsed without memory."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Final, cast
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from meshrl.data import Batch, Ragged
 from meshrl.errors import BackendError, ConfigError, ModelError
 from meshrl.roles import (
+    LoraConfig,
     MemoryEstimate,
     MemoryTerm,
     ModelConfig,
@@ -28,10 +29,11 @@ from meshrl.roles import (
 )
 from meshrl_torch.estimate import rehearsal
 from meshrl_torch.estimate.flops import cache_per_token
+from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import kind_of
 from meshrl_torch.model.loading import Kind, config_of, quiet, without_values
-from meshrl_torch.model.lora import adapt
+from meshrl_torch.model.lora import add_adapter
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.packing import MicroBatch, Rows, learned, micro_batches, whole
 from meshrl_torch.model.scoring import Predict
@@ -42,7 +44,7 @@ from meshrl_torch.train.fsdp.optimizer import ShardedOptimizer
 from meshrl_torch.train.fsdp.sharded import shard
 from meshrl_torch.train.fsdp.world import World, grid_of
 from meshrl_torch.train.optimizer import Optimizer
-from meshrl_torch.train.roles import RoleModel, TrainedConfig, role_model
+from meshrl_torch.train.trainable import RoleModel, TrainedConfig, role_model
 
 DEPTHS: Final = (2, 3)
 """Numbers of layers of the rehearsed models. Each further layer needs as much as the third."""
@@ -63,6 +65,8 @@ class Layout:
     """Makes the role's optimizer, if it is trained."""
     gathered: int = 0
     """Bytes of parameters that are whole during an entire pass, in addition to their shards."""
+    adapters: Mapping[str, LoraConfig] = field(default_factory=dict[str, LoraConfig])
+    """To be added to the model by name, each whole on the rank."""
 
 
 def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
@@ -82,7 +86,12 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
 
 def _whole(config: ModelConfig, model: LanguageModel) -> Layout:
     role = role_model(config, model)
-    return Layout(nn.ModuleList([role.model.network, *([role.head] if role.head else [])]), role.predict, role)
+    root = nn.ModuleList([role.model.network, *([role.head] if role.head else [])])
+    return Layout(root, role.predict, role, adapters=_declared(config))
+
+
+def _declared(config: ModelConfig) -> Mapping[str, LoraConfig]:
+    return config.declared if isinstance(config, PolicyConfig | SamplerConfig) else {}
 
 
 def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
@@ -114,9 +123,9 @@ def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: Langu
     gathered = sum(each.numel() for each in sharded.root.parameters() if id(each) not in own) * dtype.itemsize
 
     def optimizer(table: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
-        return ShardedOptimizer(table, sharded, parameters)
+        return Optimizer(table, parameters) if role.model.adapters else ShardedOptimizer(table, sharded, parameters)
 
-    return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered)
+    return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered, _declared(config))
 
 
 def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
@@ -124,8 +133,9 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     prompts = replace(work, completion=1, rows=-(-work.rows // work.n), n=1)
 
     def laid_out(model: LanguageModel) -> Layout:
-        model = adapt(model, config.lora, config.seed)
-        return Layout(model.network, lambda _, micro: model.hidden(micro.ids, micro.positions, micro.attend))
+        model = replace(model, adapters=Adapters())
+        role = RoleModel("sampler", model, lambda _, micro: model.hidden(micro.ids, micro.positions, micro.attend))
+        return Layout(model.network, role.predict, role, adapters=_declared(config))
 
     measured = figures(config, prompts, laid_out, PREFILL_TOKENS)
     shape = config_of(config).get_text_config()
@@ -235,6 +245,9 @@ def _rehearse(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP compares it
         layout.root.to_empty(device="cpu")
         model.network.tie_weights()
+        for name, lora in layout.adapters.items() if layout.role else ():
+            dtype = getattr(torch, config.dtype)
+            add_adapter(layout.role.model, name, lora, seed=config.seed, dtype=dtype, device=torch.device("cpu"))
         parameters = live.now
         optimizer = None
         if layout.role and isinstance(config, TrainedConfig):

@@ -66,7 +66,7 @@ class Adapter:
     parameters: Mapping[str, nn.Parameter]
     """The same matrices, by the names that peft gives them in an adapter called "default", in a fixed order."""
     partial: frozenset[str]
-    """The names of those of which this rank's gradient covers only its part."""
+    """The names of those that are divided among ranks: this rank's gradient covers only its part."""
     in_head: bool
     """True if it changes the head."""
 
@@ -110,16 +110,12 @@ class Adapters:
             uses = Uses(every, every)
         self.uses = uses
 
-    def added(self, name: str, adapter: Adapter) -> Adapter:
-        """Return an adapter that the layers have."""
-        return self.named.setdefault(name, adapter)
-
     def drop(self, network: nn.Module, name: str) -> None:
         """Drop an adapter from the layers of its network."""
         del self.named[name]
         for module in network.modules():
             if isinstance(module, Adapted):
-                module.drop(name)
+                module.pairs.pop(name, None)
 
     @property
     def in_head(self) -> bool:
@@ -148,7 +144,8 @@ class Adapted(nn.Module):
         super().__init__()
         self.base_layer = base
         self._adapters, self.is_head = adapters, is_head
-        self._pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, Pair] = {}
+        """By adapter. No parameters of the network."""
         self._split = _split_of(cast("Tensor", base.weight))
 
     def __getattr__(self, name: str) -> Any:
@@ -158,17 +155,9 @@ class Adapted(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("base_layer"), name)
 
-    def add(self, name: str, pair: Pair) -> None:
-        """Add an adapter's pair."""
-        self._pairs[name] = pair
-
-    def drop(self, name: str) -> None:
-        """Drop an adapter's pair, if the layer has one."""
-        self._pairs.pop(name, None)
-
     @property
     def partial(self) -> str:
-        """The matrix of a pair of which this rank's gradient covers only its part: `A`, `B`, or none."""
+        """The matrix of a pair that is divided among ranks, `A` or `B`. Empty if none is."""
         return "" if self._split is None else "B" if self._split.columns else "A"
 
     def forward(self, states: Tensor) -> Tensor:
@@ -177,7 +166,7 @@ class Adapted(nn.Module):
         uses = self._adapters.uses
         own = uses.head if self.is_head else uses.body
         for name, tokens in own.parts:
-            pair = self._pairs.get(name)
+            pair = self.pairs.get(name)
             if pair is None:
                 continue
             if tokens is None:

@@ -29,7 +29,7 @@ _KINDS: Final = (nn.Linear, nn.Embedding, Conv1D)
 def add_adapter(
     model: LanguageModel, name: str, config: LoraConfig, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """Add an adapter to a network that takes some, in place, without any effect yet. Its matrices have this dtype, on this device.
+    """Add an adapter to a network in place, without any effect yet. Its matrices have this dtype, on this device.
 
     ConfigError, and nothing changes, if a target names no layer, or one that cannot be adapted or published.
     """
@@ -51,10 +51,11 @@ def add_adapter(
         pairs[path] = Pair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
     made_layers = {path: _adapted(model, adapters, path, layer) for path, layer in layers.items()}
     for path, layer in made_layers.items():
-        layer.add(name, pairs[path])
+        layer.pairs[name] = pairs[path]
     split = [f"{path}.lora_{each.partial}.{_DEFAULT}.weight" for path, each in made_layers.items() if each.partial]
     in_head = any(layer.is_head for layer in made_layers.values())
-    return adapters.added(name, Adapter(config, pairs, parameters, frozenset(split), in_head))
+    adapter = adapters.named[name] = Adapter(config, pairs, parameters, frozenset(split), in_head)
+    return adapter
 
 
 def _kind_of(layer: nn.Module) -> type[nn.Module]:
@@ -127,8 +128,8 @@ def _matching(
         names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         other = f"is a {type(modules[others[0]]).__name__}, which takes no adapters" if others else ""
         raise ConfigError(
-            f"lora.targets: {target!r} {other or 'is the name of no layer'} of {type(network).__name__}. Its layers are "
-            f'{names}; a text in place of a list is "all-linear", or a regular expression of whole names'
+            f"lora.targets: {target!r} {other or 'is the name of no layer'} of {type(network).__name__}. Its layers "
+            f'are {names}; a text in place of a list is "all-linear", or a regular expression of whole names'
         )
     return found
 

@@ -100,7 +100,7 @@ class LanguageModel(Words):
         return self.layout.read(self.body, ids, positions, attend)
 
     def begin(self, routes: Routes | None, beyond: Tensor | None, uses: Uses | None = None) -> None:
-        """Begin a pass: the experts of its tokens, which are in rows longer than `native_tokens`, and their adapters."""
+        """Begin a pass: its tokens' experts and adapters, and which are in rows longer than `native_tokens`."""
         if self.adapters is not None:
             self.adapters.begin(uses)
         if self.routers is not None:

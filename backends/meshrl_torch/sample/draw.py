@@ -56,8 +56,8 @@ class Draw:
         broken = np.flatnonzero(logprobs[:, 0].isnan().numpy())  # one such logit makes the whole row NaN
         if len(broken):
             raise ModelError(
-                f"row {rows[broken[0]]} has logits that are not finite, by weights of version {versions[broken[0]]}: training has "
-                "broken the model, or its folder has such weights. Resume from a checkpoint, with a lower "
+                f"row {rows[broken[0]]} has logits that are not finite, by weights of version {versions[broken[0]]}: "
+                "training has broken the model, or its folder has such weights. Resume from a checkpoint, with a lower "
                 "policy.optimizer.lr"
             )
         if self.sampling.temperature == 0:

@@ -250,8 +250,8 @@ class Rollouts:
         empty = np.flatnonzero(rows.tokens.lengths == 0)
         if len(empty):
             raise DataError(
-                f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the columns "
-                f"{', '.join(_PREFIX)} to start all rows from their prompts"
+                f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the "
+                f"columns {', '.join(_PREFIX)} to start all rows from their prompts"
             )
         different: dict[tuple[bytes, str], int] = {}
         tokens = [row.astype(np.int32).tobytes() for row in rows.tokens]

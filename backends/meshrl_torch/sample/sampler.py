@@ -258,18 +258,18 @@ class TorchSampler(SteppingSampler):
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter. DataError if there is none of that name, or rows are still decoded with it."""
         if name not in self._adapters.named:
-            raise DataError(
-                f"there is no adapter {name!r} to drop: there are {', '.join(self._adapters.named) or 'none'}"
-            )
+            known = ", ".join(self._adapters.named) or "none"
+            raise DataError(f"there is no adapter {name!r} to drop: there are {known}")
         if self._busy[name]:
             raise DataError(
-                f"the adapter {name!r} decodes rows of {self._busy[name]} calls of `generate`: wait for them, or abort them"
+                f"the adapter {name!r} decodes rows of {self._busy[name]} calls of `generate`: wait for them, or abort "
+                "them"
             )
         self._adapters.drop(self._model.network, name)
         del self._versions[name]
 
     def _load_whole(self, weights: Weights) -> float | None:
-        """Copy a whole model's weights into the base. Returns their difference from the policy's, if it was measured."""
+        """Copy a whole model's weights into the base. Returns their difference from the policy's if it was measured."""
         tensors = self._model.tensors()
         if self._config.lora is not None:
             raise ModelError(
@@ -318,7 +318,7 @@ class TorchSampler(SteppingSampler):
         add_adapter(self._model, name, lora, seed=self._config.seed, dtype=dtype, device=device)
 
     def _difference(self, weights: Weights, adapter: str) -> float | None:
-        """Return the mean difference from the policy's log-probs. ModelError if it is too large, None without a probe."""
+        """Return the difference from the policy's log-probs, None without a probe. ModelError if it is too large."""
         if weights.probe is None:
             return None
         predict = one_by_one(partial(predicted, self._model))

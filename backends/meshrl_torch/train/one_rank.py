@@ -19,24 +19,25 @@ from meshrl_torch.model.scoring import Passes, one_by_one
 from meshrl_torch.ranks.process_group import SINGLE_RANK, own_rank
 from meshrl_torch.train import roles
 from meshrl_torch.train.optimizer import Optimizer
+from meshrl_torch.train.trainable import RoleModel, Slot, Trainable, TrainedConfig, role_model
 from meshrl_torch.weights.transfer import import_weights
 
 
-class OneRankTrainable(roles.Trainable):
+class OneRankTrainable(Trainable):
     """A model whose updates let other calls run between micro-batches. Its optimizer is float32 for any dtype."""
 
-    def __init__(self, config: roles.TrainedConfig, role: roles.RoleModel) -> None:
+    def __init__(self, config: TrainedConfig, role: RoleModel) -> None:
         self._config, self._role, self._predict = config, role, role.predict
         whole = {} if role.model.adapters else {DEFAULT_ADAPTER: self._slot(role.parameters, config.optimizer)}
         super().__init__(_passes(config, role), whole, asyncio.Lock())
 
-    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> roles.Slot:
+    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> Slot:
         """Return an adapter with its optimizer and its state."""
         return replace(self._slot(adapter.parameters, optimizer), adapter=adapter)
 
-    def _slot(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> roles.Slot:
+    def _slot(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Slot:
         optimizer = Optimizer(config, list(parameters.values()))
-        return roles.Slot(optimizer, TrainingState(self._role.name, SINGLE_RANK, parameters, optimizer))
+        return Slot(optimizer, TrainingState(self._role.name, SINGLE_RANK, parameters, optimizer))
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return all tensors."""
@@ -57,18 +58,18 @@ class OneRankTrainable(roles.Trainable):
             saving.write(role.model, folder, role.head.state_dict() if role.head else None, tensors)
 
 
-def _load(config: ModelConfig) -> roles.RoleModel:
-    return roles.role_model(config, load(config, kind_of(config)))
+def _load(config: ModelConfig) -> RoleModel:
+    return role_model(config, load(config, kind_of(config)))
 
 
-def _passes(config: roles.TrainedConfig | ReferenceConfig | RewardModelConfig, role: roles.RoleModel) -> Passes:
+def _passes(config: TrainedConfig | ReferenceConfig | RewardModelConfig, role: RoleModel) -> Passes:
     return Passes(role.model, one_by_one(role.predict), config.micro_batch_tokens, split=role.model.split)
 
 
 class OneRank(roles.Placed):
     """Places a whole model on each rank. A trained one has only one rank."""
 
-    def _train(self, config: roles.TrainedConfig) -> OneRankTrainable:
+    def _train(self, config: TrainedConfig) -> OneRankTrainable:
         """Load the model. ContractError if the mesh has several ranks."""
         if (size := own_rank().size) > 1:
             raise ContractError(

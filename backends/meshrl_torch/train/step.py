@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import Loss, loss_divisor, spread, token_weights
-from meshrl.data import Batch, Metrics, Ragged, check_lengths, why_unknown
+from meshrl.data import Batch, Metrics, Ragged, why_unknown
 from meshrl.errors import DataError
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.packing import IDLE, MicroBatch, check_first, learned, with_idle
@@ -24,7 +24,7 @@ _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"}
 
 @dataclass(frozen=True)
 class Added:
-    """The rows whose gradients were added since the last step. Numbers are this rank's, but for `total` and `first`."""
+    """The rows whose gradients were added since the last step. Numbers are this rank's, except `total` and `first`."""
 
     loss: Loss
     """The loss of the first call."""
@@ -88,7 +88,7 @@ def prepared(
         found.append(own)
         for name in before.keys() & set(own.names):
             before[name].check(loss)
-        _check_logprobs(batch, loss)
+        _check_columns(batch, loss)
         check_first(tokens, mask)
         native = passes.model.native_tokens + (loss.predicts == "scores")  # such rows have one more token
         rows = learned(tokens, mask, apart=COLUMN in batch, native=native, readers=own.rows)
@@ -223,12 +223,11 @@ class StepLoss:
         return part
 
 
-def _check_logprobs(batch: Batch, loss: Loss) -> None:
-    """Raise DataError if log-probs of learned tokens are not finite, which would make gradients NaN."""
+def _check_columns(batch: Batch, loss: Loss) -> None:
+    """Raise DataError if the loss cannot read a column, or if log-probs of learned tokens would make gradients NaN."""
     for name in loss.columns:
-        if name.endswith("logprobs") and name in batch and isinstance(column := batch[name], Ragged):
-            if column.offsets is not batch.tokens.offsets:
-                check_lengths(name, column.lengths, batch.tokens.lengths)
+        spread(batch, name, np.empty(0, np.int64))
+        if name.endswith("logprobs") and isinstance(column := batch[name], Ragged):
             bad = np.flatnonzero(~np.isfinite(column.values) & np.asarray(batch.loss_mask.values, np.bool_))
             if len(bad):
                 row = int(np.searchsorted(column.offsets, bad[0], side="right")) - 1

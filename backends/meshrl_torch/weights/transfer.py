@@ -128,9 +128,9 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def make_probe(passes: Passes, version: int, adapter: str | None = None) -> Probe | None:
-    """Compute log-probs, under an adapter or the default one, of tokens that depend only on the version. All ranks call it together.
+    """Compute log-probs of tokens that depend only on the version, under an adapter or the default one.
 
-    None if the model's longest row is too short to predict anything.
+    All ranks call it together. None if the model's longest row is too short to predict anything.
     """
     model = passes.model
     length = min(_TOKENS, model.max_tokens - 1, model.native_tokens)

@@ -13,7 +13,7 @@ from typing import Final
 from meshrl.errors import BackendError
 
 try:
-    from meshrl.testing.conformance import draws, interruptions, numbers, refusals, rows, state
+    from meshrl.testing.conformance import draws, halves, interruptions, numbers, refusals, rows, state
     from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
 except ModuleNotFoundError as _missing:
     raise BackendError(
@@ -39,7 +39,7 @@ __all__ = [
     "name_of",
 ]
 
-POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.POLICY)
+POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *halves.POLICY, *refusals.POLICY, *state.POLICY)
 """The guarantees of a policy."""
 
 CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *state.CRITIC)

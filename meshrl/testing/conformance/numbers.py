@@ -17,14 +17,15 @@ from meshrl.algo import (
     ValueLoss,
     with_labels,
 )
-from meshrl.data import Batch, Ragged
-from meshrl.roles import Critic, Policy, Reference, RewardModel
+from meshrl.data import Batch, Metrics, Ragged
+from meshrl.roles import Critic, LoraConfig, Policy, Reference, RewardModel
 from meshrl.testing.conformance.compare import (
     close,
     close_columns,
     close_metrics,
     close_tensors,
     close_weights,
+    equal,
     loaded,
     reference_scores,
     scores,
@@ -84,6 +85,49 @@ async def low_rank_adapters(trial: Trial) -> None:
     for number, batch in enumerate(await trial.batches(2)):
         await _same_update(f"update {number} of adapters", trial, policies, batch, LOSS)
     await _same_weights("after two updates of adapters", trial, policies)
+
+
+_OF_A_STEP: Final = ("loss", "grad_norm", "lr", "rows", "tokens", "entropy", "ratio")
+"""Metrics of an update by LOSS."""
+
+
+async def named_adapters(trial: Trial) -> None:
+    """Adapters that share a base and its passes learn what each learns alone on the plain backend, also an added one.
+
+    So do two whose rows come in two calls, and one that continues from the checkpoint of another.
+    """
+    tables = {
+        "first": LoraConfig(rank=4, alpha=8, sync="adapters"),
+        "second": LoraConfig(rank=2, alpha=6, targets=("q_proj", "down_proj", "embed_tokens"), seed=3, sync="adapters"),
+    }
+    own = await trial.own.policy(adapters={"first": tables["first"]}, share_passes=True, micro_batch_tokens=64)
+    await own.add_adapter("second", tables["second"])
+    plain = {name: await trial.plain.policy(lora=lora, micro_batch_tokens=64) for name, lora in tables.items()}
+    names = np.array([*tables])[np.arange(14) % 3 // 2]
+    for number, batch in enumerate(await trial.batches(2)):
+        named = batch.assign(adapter=names.tolist())
+        if number:
+            for part in (range(9), range(9, 14)):
+                await own.forward_backward(named.select(list(part)), LOSS)
+            found = {name: await own.step(adapter=name) for name in tables}
+        else:
+            both = await own.update(named, LOSS)
+            found = {name: Metrics({key: both.entries[f"{name}/{key}"] for key in _OF_A_STEP}) for name in tables}
+        for name, policy in plain.items():
+            expected = await policy.update(batch.select(np.flatnonzero(names == name)), LOSS)
+            for key in _OF_A_STEP:
+                what = f"update {number} of {name}: `{key}`"
+                close(what, np.array(found[name][key]), np.array(expected[key]), trial.tolerance)
+            trained = await (await own.weights(name)).load()
+            close_weights(f"after update {number} of {name}", trained, await loaded(policy), trial.tolerance)
+    state = str(trial.folder / "one adapter")
+    await own.checkpoint(state, adapter="second")
+    await own.drop_adapter("second")
+    await own.add_adapter("third", tables["second"])
+    await own.restore(state, adapter="third")
+    equal("the adapters", await own.adapters(), {"first": 2, "third": 2})
+    restored = await (await own.weights("third")).load()
+    close_weights("after a restore", restored, await loaded(plain["second"]), trial.tolerance)
 
 
 async def micro_batches(trial: Trial) -> None:
@@ -308,7 +352,7 @@ POLICY: Final[tuple[Check, ...]] = (
     log_probs,
     encoding,
 )
-ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters,)
+ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters, named_adapters)
 CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
 REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs, a_reference_takes_weights)
 REWARD_MODEL: Final[tuple[Check, ...]] = (reward_model_encodings, reward_model_updates)

@@ -18,7 +18,7 @@ from meshrl_torch.model.network import LanguageModel, check_packing, with_layout
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.sharded import Sharded, local, rectangle, shard
 from meshrl_torch.train.fsdp.world import World
-from meshrl_torch.train.roles import RoleModel, role_model
+from meshrl_torch.train.trainable import RoleModel, role_model
 from meshrl_torch.weights.transfer import TensorSpec, check_weights, copy_into
 
 _NETWORK: Final = "parts.0."

@@ -19,12 +19,13 @@ from meshrl_torch.train import roles
 from meshrl_torch.train.fsdp.loading import load_sharded, take
 from meshrl_torch.train.fsdp.optimizer import AdapterOptimizer, AdapterState, ShardedOptimizer, ShardedState
 from meshrl_torch.train.fsdp.sharded import Sharded, gathered, is_first, local, rectangle
+from meshrl_torch.train.trainable import RoleModel, Slot, Trainable, TrainedConfig
 
 
-class ShardedTrainable(roles.Trainable):
+class ShardedTrainable(Trainable):
     """A model with sharded float32 parameters and optimizer. It computes in the dtype of its table."""
 
-    def __init__(self, config: roles.TrainedConfig, role: roles.RoleModel, sharded: Sharded) -> None:
+    def __init__(self, config: TrainedConfig, role: RoleModel, sharded: Sharded) -> None:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._config, self._role, self._sharded = config, role, sharded
         self._predict = sharded.predicting(role.predict)
@@ -32,17 +33,17 @@ class ShardedTrainable(roles.Trainable):
         super().__init__(sharded.passes(role.predict, config.micro_batch_tokens), whole)
         self.device = sharded.world.device
 
-    def _whole(self, parameters: Mapping[str, nn.Parameter]) -> roles.Slot:
+    def _whole(self, parameters: Mapping[str, nn.Parameter]) -> Slot:
         offload = options_of(self._config, FsdpConfig).offload_moments
         sharded, optimizer = self._sharded, self._config.optimizer
         made = ShardedOptimizer(optimizer, sharded, list(parameters.values()), offload=offload)
-        return roles.Slot(made, ShardedState(self._role.name, sharded, parameters, made))
+        return Slot(made, ShardedState(self._role.name, sharded, parameters, made))
 
-    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> roles.Slot:
+    def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> Slot:
         """Return an adapter with its optimizer and its state."""
         world = self._sharded.world
         made = AdapterOptimizer(optimizer, world, adapter)
-        return roles.Slot(made, AdapterState(self._role.name, world, adapter.parameters, made), adapter)
+        return Slot(made, AdapterState(self._role.name, world, adapter.parameters, made), adapter)
 
     def _begin(self, last: bool) -> None:
         self._sharded.begin(last)
@@ -82,7 +83,7 @@ class ShardedTrainable(roles.Trainable):
 class ShardedOverRanks(roles.PlacedTogether):
     """Shards a model over the ranks of a mesh. It computes in the dtype of its table, and in float32 in its head."""
 
-    def _train(self, config: roles.TrainedConfig) -> ShardedTrainable:
+    def _train(self, config: TrainedConfig) -> ShardedTrainable:
         return ShardedTrainable(config, *load_sharded(config, own_rank()))
 
     def _freeze(self, config: ReferenceConfig | RewardModelConfig) -> roles.Frozen:
