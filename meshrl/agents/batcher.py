@@ -72,10 +72,11 @@ class RequestBatcher:
         stop: Sequence[str],
         adapter: str | None = None,
     ) -> Answer:
-        """Draw after a prompt. Returns no tokens if the model has no room. Raises what the sampler raises.
+        """Draw after a prompt, int[tokens]. Returns no tokens if the model has no room.
 
-        `text` is that of a prompt without messages, or "". `max_tokens` lowers the limit of `sampling`. `stop` adds
-        texts that end the answer. `adapter`: the one that draws it, as rows name it.
+        Raises what the sampler raises, and DataError if this is closed. `text` is that of a prompt without messages, or
+        "". `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer. `adapter`: the one that
+        draws it, as rows name it.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")

@@ -24,6 +24,19 @@ from starlette.routing import Route
 
 from meshrl.errors import DataError, MeshrlError
 from meshrl.tinker import library
+from meshrl.tinker.asks import (
+    AtPath,
+    Finish,
+    NewSampler,
+    NewSession,
+    Number,
+    OfModel,
+    OfSampler,
+    OfSession,
+    Retrieve,
+    Search,
+    Ttl,
+)
 from meshrl.tinker.bodies import TooLarge, read_body
 from meshrl.tinker.library import Checkpoint, Model, Session
 from meshrl.tinker.queues import Busy, Room
@@ -185,7 +198,7 @@ class Api:
     # Sessions
 
     async def _create_session(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _NewSession)
+        asked = await self._read(request, NewSession)
         name = f"s{secrets.token_hex(12)}"
         self._service.library.shelf(tenant).put_session(
             Session(name, time.time(), asked.user_metadata, asked.tags, asked.project_id, asked.display_name)
@@ -193,14 +206,14 @@ class Api:
         return _json({"type": "create_session", "session_id": name})
 
     async def _heartbeat(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _Named)
+        asked = await self._read(request, OfSession)
         session = self._service.session(tenant, asked.session_id)
         if session.finished is not None:
             return _refusal(410, f"the session {session.id} has finished")
         return _json({"type": "session_heartbeat"})
 
     async def _finish(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _Finish)
+        asked = await self._read(request, Finish)
         self._service.finish(tenant, request.path_params["session"], str(asked.reason.get("type", "success")))
         return Response(status_code=204)
 
@@ -220,7 +233,7 @@ class Api:
         )
 
     async def _search_sessions(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _Search)
+        asked = await self._read(request, Search)
         shelf, found = self._service.library.shelf(tenant), []
         counts: dict[str, list[Checkpoint]] = {}
         for each in shelf.checkpoints():
@@ -263,7 +276,7 @@ class Api:
             try:
                 asked = read_json(body, kind)
             except DataError as error:
-                asked_number = read_json(body, _Numbered)
+                asked_number = read_json(body, Number)
                 refused = Refused(asked_number.model_id, asked_number.seq_id, str(error))
                 return _future(self._submitted(tenant, refused.model_id, refused.seq_id, refused))
             return _future(self._submitted(tenant, str(asked.model_id), asked.seq_id, asked))
@@ -295,12 +308,12 @@ class Api:
         return _future(self._submitted(tenant, asked.model_id, asked.seq_id, asked))
 
     async def _unload(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _OfModel)
+        asked = await self._read(request, OfModel)
         self._service.unload(tenant, asked.model_id)
         return _json({"request_id": f"{asked.model_id}:unload", "model_id": asked.model_id})
 
     async def _get_info(self, tenant: str, request: Request) -> Response:
-        model = self._service.model(tenant, (await self._read(request, _OfModel)).model_id)
+        model = self._service.model(tenant, (await self._read(request, OfModel)).model_id)
         name = self._service.config.model
         return _json(
             {
@@ -316,7 +329,7 @@ class Api:
     # Results
 
     async def _retrieve(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _Retrieve)
+        asked = await self._read(request, Retrieve)
         result = await self._result(tenant, asked.request_id)
         if result is None:
             pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
@@ -342,7 +355,7 @@ class Api:
         return await queue.result(int(number), _WAIT)
 
     async def _cancel(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _Retrieve)
+        asked = await self._read(request, Retrieve)
         if task := self._samples.get((tenant, asked.request_id)):
             task.cancel()
         return Response(status_code=204)
@@ -350,14 +363,14 @@ class Api:
     # Samples
 
     async def _create_sampler(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _NewSampler)
+        asked = await self._read(request, NewSampler)
         sampler = self._service.create_sampler(
             tenant, asked.session_id, asked.sampling_session_seq_id, asked.base_model, asked.model_path
         )
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     async def _join_sampler(self, tenant: str, request: Request) -> Response:
-        sampler = self._service.sampler(tenant, (await self._read(request, _OfSampler)).sampling_session_id)
+        sampler = self._service.sampler(tenant, (await self._read(request, OfSampler)).sampling_session_id)
         self._clones[sampler.id] = self._clones.get(sampler.id, 0) + 1
         return _json({"type": "join_sampling_session", "client_counter": self._clones[sampler.id]})
 
@@ -426,7 +439,7 @@ class Api:
         return _json({"checkpoints": [_checkpoint(each) for each in found], "cursor": cursor})
 
     async def _weights_info(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, _AtPath)
+        asked = await self._read(request, AtPath)
         model = self._found(tenant, asked.tinker_path)[0].model
         return _json(
             {
@@ -465,7 +478,7 @@ class Api:
         return Response(status_code=204)
 
     async def _set_ttl(self, tenant: str, request: Request) -> Response:
-        asked, shelf = await self._read(request, _Ttl), self._service.library.shelf(tenant)
+        asked, shelf = await self._read(request, Ttl), self._service.library.shelf(tenant)
         expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         shelf.change(msgspec.structs.replace(self._own(tenant, request), expires=expires))
         return Response(status_code=204)
@@ -504,61 +517,6 @@ class Api:
         if not hmac.compare_digest(right, given) or int(until) < time.time() or not (folder / file).is_file():
             return _refusal(404, "there is no such file, or the link has expired: ask for another")
         return FileResponse(folder / file)
-
-
-class _NewSession(msgspec.Struct):
-    tags: list[str] = []
-    user_metadata: dict[str, object] | None = None
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-class _Named(msgspec.Struct):
-    session_id: str
-
-
-class _Finish(msgspec.Struct):
-    reason: dict[str, object] = {}
-
-
-class _Search(msgspec.Struct):
-    session_id: str | None = None
-    display_name: str | None = None
-    user_metadata: dict[str, str] = {}
-    limit: int = 50
-
-
-class _NewSampler(msgspec.Struct):
-    session_id: str
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-class _OfSampler(msgspec.Struct):
-    sampling_session_id: str
-
-
-class _OfModel(msgspec.Struct):
-    model_id: str
-
-
-class _Numbered(msgspec.Struct):
-    model_id: str
-    seq_id: int
-
-
-class _Retrieve(msgspec.Struct):
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class _AtPath(msgspec.Struct):
-    tinker_path: str
-
-
-class _Ttl(msgspec.Struct):
-    ttl_seconds: int | None = None
 
 
 class _Gone(Unknown):

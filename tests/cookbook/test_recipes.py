@@ -94,7 +94,9 @@ def lines(rows: list[dict[str, object]]) -> bytes:
 
 def chats() -> bytes:
     said = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "aaaaaaaa"}]
-    return lines([{"prompt": "Say a.", "prompt_id": str(number), "messages": said, "category": "a"} for number in range(24)])
+    return lines(
+        [{"prompt": "Say a.", "prompt_id": str(number), "messages": said, "category": "a"} for number in range(24)]
+    )
 
 
 def sums() -> bytes:
@@ -103,7 +105,14 @@ def sums() -> bytes:
 
 def run(recipe: str, environment: dict[str, str], log: Path, *settings: str) -> list[dict[str, float]]:
     """Run a recipe to its end, and return its metrics, step by step."""
-    command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}", *settings]
+    command = [
+        str(PYTHON),
+        "-m",
+        f"tinker_cookbook.recipes.{recipe}",
+        f"model_name={MODEL}",
+        f"log_path={log}",
+        *settings,
+    ]
     ended = subprocess.run(command, env=environment, cwd=log.parent, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
@@ -127,7 +136,9 @@ def test_rl_loop_runs_to_its_end(environment: dict[str, str], tmp_path: Path) ->
 
 def test_math_rl_learns_arithmetic_with_a_sampler_that_agrees(environment: dict[str, str], tmp_path: Path) -> None:
     settings = ("env=arithmetic", "group_size=4", "groups_per_batch=8", "lora_rank=8", "max_tokens=4", "max_steps=3")
-    metrics = run("math_rl.train", environment, tmp_path / "log", *settings, "loss_fn=importance_sampling", "eval_every=0")
+    metrics = run(
+        "math_rl.train", environment, tmp_path / "log", *settings, "loss_fn=importance_sampling", "eval_every=0"
+    )
     distances = [each["optim/kl_sample_train_v2"] for each in metrics if "optim/kl_sample_train_v2" in each]
     assert distances
     assert max(distances) < 1e-6
