@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,13 @@ from transformers import LlamaConfig
 pytest.importorskip("tinker", reason="the SDK of the Tinker API is the client of these tests")
 
 from tests.tinker.served import served, table
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _connections() -> Iterator[None]:
+    """What the SDK leaves goes before the filter of warnings does."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -173,7 +173,7 @@ def test_checkpoints_are_listed_changed_downloaded_and_deleted(url: str, trainin
     assert state not in {each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints}
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         rest.delete_checkpoint_from_tinker_path(state).result()
-    with pytest.raises(tinker.BadRequestError, match="is no"):
+    with pytest.raises(tinker.NotFoundError, match="is no path"):
         rest.get_weights_info_by_tinker_path(f"tinker://{run}/weights/..").result()
 
 
