@@ -6,6 +6,7 @@ Tinker API (tinker-docs.thinkingmachines.ai/losses), by the formulas of their pa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SumLoss(Config):
+class SumLoss(Config, ABC):
     """The base of losses whose number is the sum over the learned tokens. They report no metrics of their own."""
 
     @property
@@ -43,6 +44,10 @@ class SumLoss(Config):
     def columns(self) -> tuple[str, ...]:
         """The batch columns that the loss reads."""
         return ("sampler_logprobs", "advantages")
+
+    @abstractmethod
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        """Compute the loss of each token. All inputs have shape [tokens]."""
 
 
 class _Bounded(SumLoss):

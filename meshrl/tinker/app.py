@@ -234,10 +234,11 @@ class Api:
 
     async def _search_sessions(self, tenant: str, request: Request) -> Response:
         asked = await self._read(request, Search)
-        shelf, found = self._service.library.shelf(tenant), []
+        shelf = self._service.library.shelf(tenant)
+        found: list[dict[str, object]] = []
         counts: dict[str, list[Checkpoint]] = {}
-        for each in shelf.checkpoints():
-            counts.setdefault(each.model.session, []).append(each)
+        for checkpoint in shelf.checkpoints():
+            counts.setdefault(checkpoint.model.session, []).append(checkpoint)
         for each in shelf.sessions():
             has = each.user_metadata or {}
             fits = asked.session_id in (None, each.id) and asked.display_name in (None, each.display_name)

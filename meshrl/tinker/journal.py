@@ -108,7 +108,8 @@ def record_at(place: Place) -> Record | None:
     try:
         with place.file.open("rb") as file:
             file.seek(place.start)
-            return _decoder.decode(file.read(place.size))
+            record: Record = _decoder.decode(file.read(place.size))
+            return record
     except FileNotFoundError:
         return None
 

@@ -229,10 +229,8 @@ class JsonTensor(msgspec.Struct, frozen=True):
         """Return the same values as bytes."""
         if self.sparse_crow_indices is None:
             return Tensor.of(self.data, self.dtype, self.shape)
-        indices = (self.sparse_crow_indices, self.sparse_col_indices or [])
-        return _dense(
-            np.array(self.data, self.dtype), *(np.array(each, np.int64) for each in indices), self.shape or []
-        )
+        rows, columns = (np.array(each or [], np.int64) for each in (self.sparse_crow_indices, self.sparse_col_indices))
+        return _dense(np.array(self.data, self.dtype), rows, columns, self.shape or [])
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -313,13 +311,13 @@ def pass_of_wire(body: bytes) -> Pass:
             loss = wire.text(value)
         elif number == 5:
             key, number_of = _entry(value)
-            config.setdefault(key, float(number_of))  # type: ignore[arg-type]
+            config.setdefault(key, float(number_of))
         elif number == 6:
             backward = not value
         elif number == 7:
             key, inner = _entry(value)
             for kind, setting in wire.fields(wire.contents(inner)):
-                config[key] = wire.text(setting) if kind == 2 else float(setting)  # type: ignore[arg-type]
+                config[key] = wire.text(setting) if kind == 2 else float(setting)
     return Pass(model, seq, loss, config, data, backward)
 
 
@@ -377,7 +375,8 @@ def _tensor(message: memoryview) -> Tensor:
     if sparse is not None:
         parts = dict(wire.fields(sparse))
         values, *indices = (bytes(wire.contents(parts.get(each, memoryview(b"")))) for each in (1, 2, 3))
-        return _dense(np.frombuffer(values, dtype), *(np.frombuffer(each, np.int64) for each in indices), shape)
+        rows, columns = (np.frombuffer(each, np.int64) for each in indices)
+        return _dense(np.frombuffer(values, dtype), rows, columns, shape)
     if dtype == "int32":
         data = np.frombuffer(data, np.int32).astype(np.int64).tobytes()
     return Tensor(data, kind, tuple(shape) if shape else (len(data) // np.dtype(kind).itemsize,))

@@ -185,7 +185,7 @@ class Desk:
         """Return the log-probs of the tokens that a request wants to know at each place of the prompt."""
         if wanted is None:
             return None, 0
-        targets = wanted.packed().array
+        targets = wanted.packed().array.astype(np.int64)
         if targets.ndim != 2 or len(targets) != len(prompt) - 1 or not targets.shape[1]:
             raise DataError(
                 f"target_prompt_logprobs has the shape {list(targets.shape)} for a prompt of {len(prompt)} tokens: it "

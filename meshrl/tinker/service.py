@@ -176,7 +176,9 @@ class Service:
         event_log = sink.get()
         began = event_log.now() if event_log else 0.0
         results = await self._guarded(group)
-        for (queue, pending), result in zip(group, results, strict=True) if event_log else ():
+        if event_log is None:
+            return results
+        for (queue, pending), result in zip(group, results, strict=True):
             data = pending.request.data if isinstance(pending.request, Pass) else None
             received = max(0.0, began - (time.time() - pending.received))
             event = RequestEvent(
