@@ -67,7 +67,7 @@ ALONE: Sequence[Check] = [
 """What one rank shows as well as two."""
 
 AXIS: Sequence[Check] = [
-    numbers.POLICY[1], numbers.uneven_rows, *halves.POLICY, *numbers.CRITIC[1:], *numbers.REFERENCE[1:],
+    numbers.POLICY[1], numbers.uneven_rows, halves.any_number_of_calls, *numbers.CRITIC[1:], *numbers.REFERENCE[1:],
     *numbers.ADAPTERS, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided."""
@@ -86,7 +86,7 @@ CASES = [
     *asked(Subject("fsdp", {"dp": 2}, "processes", REPLICATE), AXIS, ALL),
     *asked(
         Subject("fsdp", {"dp": 2}, "processes", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}),
-        [numbers.micro_batches, *halves.POLICY, state.saving, state.a_policy_goes_on],
+        [numbers.micro_batches, halves.any_number_of_calls, state.saving, state.a_policy_goes_on],
         ALL,
     ),
     *asked(TP, AXIS, ALL),

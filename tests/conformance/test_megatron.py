@@ -27,7 +27,7 @@ async def adapters_are_refused(trial: Trial) -> None:
 ALL: Sequence[Check] = [*conformance.CHECKS, *conformance.REWARD_MODEL, log_probs_of_transformers, adapters_are_refused]
 AXIS: Sequence[Check] = [
     numbers.POLICY[1], numbers.micro_batches, numbers.uneven_rows, numbers.short_and_long_rows,
-    *halves.POLICY, numbers.critic_updates, numbers.a_reference_takes_weights, numbers.reward_model_updates,
+    halves.any_number_of_calls, numbers.critic_updates, numbers.a_reference_takes_weights, numbers.reward_model_updates,
     state.weights, state.saving, state.a_policy_goes_on,
 ]  # fmt: skip
 """What hangs on how a model is divided. The whole suite is asked of one rank, and widely of two along each axis."""

@@ -6,7 +6,6 @@
 
 import inspect
 import threading
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -53,7 +52,9 @@ class Started(rl.Policy):
     async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None: ...
     async def restore(self, folder: str, adapter: str | None = None) -> None: ...
     async def forward_backward(self, batch: rl.Batch, loss: Loss) -> rl.LossResult: ...
-    @abstractmethod
+
+
+class Whole(Started):
     async def step(self, optimizer: rl.Step | None = None, adapter: str | None = None) -> rl.Metrics: ...
 
 
@@ -172,9 +173,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "stream-of-means": _has("Counter.count", Wrong.stream_of_means),
     "mark-on-the-wrong-side": _has("Copier.copy", Wrong.mark_on_the_wrong_side),
     "annotation-for-the-checker-alone": _has("Counter.add", Wrong.annotation_for_the_checker_alone),
-    "changed-contract": _has("MyPolicy.update", Wrong.changed_contract, Started),
-    "changed-parameters": _has("MyPolicy.update", Wrong.changed_parameters, Started),
-    "one-parameter-more": _has("MyPolicy.update", Wrong.one_parameter_more, Started),
+    "changed-contract": _has("MyPolicy.update", Wrong.changed_contract, Whole),
+    "changed-parameters": _has("MyPolicy.update", Wrong.changed_parameters, Whole),
+    "one-parameter-more": _has("MyPolicy.update", Wrong.one_parameter_more, Whole),
     "no-actor": _has("Counter.count", Wrong.no_actor, object),
     "abstract-role": lambda: _mesh(2, lambda mesh: mesh.spawn(Started)),
     "mesh-shape": lambda: _mesh(4, lambda mesh: mesh.shape(dp=2, tp=3)),

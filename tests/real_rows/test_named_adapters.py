@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, PolicyConfig, Ragged, Sampling, publish
 from meshrl.algo import CrossEntropy
+from meshrl.data import Source
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.roles import LoraConfig, OptimizerConfig, SamplerConfig, Step
 from meshrl_torch.sample.sampler import TorchSampler
@@ -66,7 +67,7 @@ async def test_each_learns_what_peft_learns_with_it_alone(model: Callable[[str],
     for name, table in tables.items():
         targets = list(table.targets) or "all-linear"
         alone = PeftConfig(r=table.rank, lora_alpha=table.alpha, target_modules=targets, task_type="CAUSAL_LM")
-        network = get_peft_model(AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.float64), alone)
+        network: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.float64), alone)
         trained = {each: own for each, own in network.base_model.model.named_parameters() if own.requires_grad}
         assert trained.keys() == before[name].keys()
         for each, own in trained.items():
@@ -101,7 +102,7 @@ async def test_passes_of_one_adapter_give_the_bits_that_it_has_alone(model: Call
         assert await one.step() == expected
         assert (await together.weights(name)).fingerprint() == (await one.weights()).fingerprint()
     assert await together.adapters() == {"a": 1, "b": 2}
-    assert (await together.logprobs(more)).source("logprobs") == type(found.rows.source("logprobs"))("trainer", 1, 2)
+    assert (await together.logprobs(more)).source("logprobs") == Source("trainer", 1, 2)
 
 
 async def drawn(sampler: TorchSampler, prompts: Batch, **keys: Any) -> Batch:
@@ -127,18 +128,19 @@ async def test_rows_of_many_adapters_are_decoded_together_as_peft_decodes_each(
         assert sent.adapter is not None
         assert sent.adapter.name == name
         assert sent.nbytes < whole / 3
-    names = ["a", "", "b", "a", "b", None]
+    names: list[str | None] = ["a", "", "b", "a", "b", None]
     texts = ["abc", "abc", "abc", "de", "de", "de"]
     found = await drawn(sampler, Batch.of(prompt=texts, adapter=names, number=np.arange(6)))
     found = found.select(np.argsort(found.row("number")))
-    for row, (name, tokens, mask) in enumerate(zip(names, found.tokens, found.loss_mask, strict=True)):
-        network = AutoModelForCausalLM.from_pretrained(model("llama"))
-        if name:
-            network = PeftModel.from_pretrained(network, str(tmp_path / "saved" / name))
+    for row, (named, tokens, own) in enumerate(zip(names, found.tokens, found.loss_mask, strict=True)):
+        mask = np.asarray(own, np.bool_)
+        network: Any = AutoModelForCausalLM.from_pretrained(model("llama"))
+        if named:
+            network = PeftModel.from_pretrained(network, str(tmp_path / "saved" / named))
         prompt = torch.from_numpy(tokens[~mask].astype(np.int64))[None]
         wanted = network.eval().generate(input_ids=prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert tokens.tolist() == wanted[0].tolist()
-        assert set(found.versions[row][mask].tolist()) == {2 if name else 0}
+        assert set(found.versions[row][mask].tolist()) == {2 if named else 0}
     assert len({tuple(tokens) for tokens in list(found.tokens)[:3]}) == 3
 
 

@@ -245,9 +245,9 @@ def _rehearse(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP compares it
         layout.root.to_empty(device="cpu")
         model.network.tie_weights()
-        for name, lora in layout.adapters.items() if layout.role else ():
-            dtype = getattr(torch, config.dtype)
-            add_adapter(layout.role.model, name, lora, seed=config.seed, dtype=dtype, device=torch.device("cpu"))
+        for name, lora in layout.adapters.items():
+            of, dtype = cast("RoleModel", layout.role).model, getattr(torch, config.dtype)
+            add_adapter(of, name, lora, seed=config.seed, dtype=dtype, device=torch.device("cpu"))
         parameters = live.now
         optimizer = None
         if layout.role and isinstance(config, TrainedConfig):

@@ -45,7 +45,7 @@ def add_adapter(
             nn.init.normal_(up, generator=random)
         else:
             nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=random)
-        made = [nn.Parameter(matrix.to(device)) for matrix in (down, up)]
+        made = nn.Parameter(down.to(device)), nn.Parameter(up.to(device))
         form = "{}.lora_embedding_{}.{}" if embeds else "{}.lora_{}.{}.weight"
         parameters |= {form.format(path, letter, _DEFAULT): each for letter, each in zip("AB", made, strict=True)}
         pairs[path] = Pair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
