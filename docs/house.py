@@ -19,7 +19,7 @@ ROOMS = (
     ("overlap",),
     ("agents",),
     ("run",),
-    ("testing",),
+    ("testing", "tinker"),
     ("planning",),
     ("cli",),
 )

@@ -81,7 +81,7 @@ class TablePolicy(rl.Policy):
     async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         await self.save(folder)
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         with np.load(Path(folder, "table.npz")) as saved:
             self.table.data, self.version = torch.tensor(saved["table"]), int(saved["version"])
 

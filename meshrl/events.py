@@ -140,7 +140,32 @@ class Restart(msgspec.Struct, tag_field="kind", tag="restart", frozen=True, omit
     """The error that ended the run, as a text."""
 
 
-Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery | Restart
+class Request(msgspec.Struct, tag_field="kind", tag="request", frozen=True, omit_defaults=True):
+    """A client's request to a server of models, from its arrival to its result. `meshrl tinker` makes them."""
+
+    model: str
+    """The model or the sampling session that it was for."""
+    number: int
+    """The client's number of it."""
+    verb: str
+    """What was asked, such as `forward_backward`."""
+    tenant: str
+    """Whose request it was."""
+    received: float
+    """When it came."""
+    began: float
+    """When its turn came."""
+    ended: float
+    """When its result was there."""
+    rows: int | None = None
+    """Rows that it brought, or completions that it asked for."""
+    tokens: int | None = None
+    """Tokens of these rows."""
+    error: str | None = None
+    """Why it failed."""
+
+
+Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery | Restart | Request
 
 
 def clock() -> float:

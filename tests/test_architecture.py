@@ -32,7 +32,8 @@ ROOMS = {
     "run": "observe mesh data engines algo tasks roles overlap agents",
     "testing": "mesh data engines algo tasks roles overlap agents run",
     "planning": "mesh data engines algo tasks roles observe run testing",
-    "cli": "engines tasks roles agents run observe planning",
+    "tinker": "mesh data algo roles agents run",
+    "cli": "engines tasks roles agents run observe planning tinker",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 

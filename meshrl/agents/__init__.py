@@ -8,6 +8,7 @@ without training. These need `pip install 'meshrl[agents]'` and are loaded on fi
 
 from typing import TYPE_CHECKING, Final
 
+from meshrl.agents.batcher import Answer, RequestBatcher
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
 from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
@@ -16,6 +17,7 @@ __all__ = [
     "Agent",
     "AgentConfig",
     "Agents",
+    "Answer",
     "Chat",
     "Conversation",
     "Drawn",
@@ -26,6 +28,7 @@ __all__ = [
     "Message",
     "Prompt",
     "Recording",
+    "RequestBatcher",
     "Session",
     "Tool",
     "ToolCall",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents.conversation import Drawn, Ints
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import ADAPTER, Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
@@ -44,6 +44,7 @@ class _Pending:
     prompt: int
     """Number of the prompt's tokens."""
     max_tokens: int
+    adapter: str | None
     done: asyncio.Future[Answer]
 
 
@@ -63,12 +64,19 @@ class RequestBatcher:
         self._closed = False
 
     async def draw(
-        self, prompt: Ints, text: str, sampling: Sampling, max_tokens: int | None, stop: Sequence[str]
+        self,
+        prompt: Ints,
+        text: str,
+        sampling: Sampling,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        adapter: str | None = None,
     ) -> Answer:
-        """Draw after a prompt. Returns no tokens if the model has no room. Raises what the sampler raises.
+        """Draw after a prompt, int[tokens]. Returns no tokens if the model has no room.
 
-        `text` is that of a prompt without messages, or "". `max_tokens` lowers the limit of `sampling`. `stop` adds
-        texts that end the answer.
+        Raises what the sampler raises, and DataError if this is closed. `text` is that of a prompt without messages, or
+        "". `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer. `adapter`: the one that
+        draws it, as rows name it.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
@@ -81,6 +89,7 @@ class RequestBatcher:
             versions=np.full(size, -1, np.int32),
             prompt=size,
             max_tokens=most if max_tokens is None else min(most, max_tokens),
+            adapter=adapter,
             done=asyncio.get_running_loop().create_future(),
         )
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
@@ -186,7 +195,9 @@ def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: 
 
 def _batch(rows: Sequence[_Pending]) -> Batch:
     """A batch of rows to continue, each limited to the tokens that the model has room for."""
+    adapters = [pending.adapter for pending in rows]
     return Batch.of(
+        **({ADAPTER: adapters} if any(each is not None for each in adapters) else {}),
         prompt=[pending.text for pending in rows],
         observation=[None] * len(rows),
         tokens=Ragged.of([pending.tokens for pending in rows], np.int32),

@@ -62,16 +62,30 @@ from meshrl.algo.reward import (
     step_score_metrics,
     with_labels,
 )
+from meshrl.algo.sum_loss import (
+    CispoSum,
+    ClippedSum,
+    DroLoss,
+    GspoSum,
+    ImportanceLoss,
+    SumLoss,
+    WeightedCrossEntropy,
+)
 from meshrl.algo.value import ValueLoss, explained_variance
 
 __all__ = [
     "BradleyTerryLoss",
     "CispoLoss",
+    "CispoSum",
     "ClippedLoss",
+    "ClippedSum",
     "ConstantLoss",
     "Correction",
     "CrossEntropy",
+    "DroLoss",
     "Gae",
+    "GspoSum",
+    "ImportanceLoss",
     "KtoLoss",
     "Loss",
     "Normalise",
@@ -82,8 +96,10 @@ __all__ = [
     "ReinforceLoss",
     "ReverseKl",
     "SequenceLoss",
+    "SumLoss",
     "TokenLoss",
     "ValueLoss",
+    "WeightedCrossEntropy",
     "WithKl",
     "batch_advantages",
     "best_and_worst",

@@ -10,12 +10,12 @@ from io import TextIOWrapper
 
 import structlog
 
-from meshrl.cli import configurations, launching, model_servers, results
+from meshrl.cli import configurations, launching, model_servers, results, tinker_server
 from meshrl.cli.application import app, show_error
 from meshrl.errors import MeshrlError, shortened
 from meshrl.log import SCREEN, processors
 
-__all__ = ["app", "configurations", "launching", "main", "model_servers", "results"]
+__all__ = ["app", "configurations", "launching", "main", "model_servers", "results", "tinker_server"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

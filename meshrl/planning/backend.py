@@ -205,7 +205,7 @@ class SimLearner(SimRole):
     async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Write nothing."""
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Read nothing."""
 
     async def save(self, folder: str, adapter: str | None = None) -> None:

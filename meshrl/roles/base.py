@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from meshrl.algo import Gae, Loss
 from meshrl.data import Batch, LossResult, Metrics, Weights
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import BackendError, ConfigError, DataError
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Same, Shard, endpoint
 from meshrl.roles.config import LoraConfig, Sampling, Step
 
@@ -122,8 +122,10 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Load what `checkpoint` wrote. The state of one adapter may become that of one with another name.
+
+        Without `optimizer`, only the weights are loaded, and the optimizer begins anew.
 
         Raises ModelError, and changes nothing, if the state is of another model, or of adapters with another rank or
         other targets.
@@ -221,6 +223,20 @@ class Sampler(Actor, ABC):
 
         With `sampling.beside`, other calls sample and replay as if this call did not exist, and aborts do not end it.
         """
+
+    @endpoint
+    async def logprobs(self, batch: Shard[Batch], top: int = 0) -> Gather[Batch]:
+        """Add `logprobs`, ragged float32: the log-probability of each token of `tokens` under the current weights.
+
+        Each is given the tokens before it, at temperature 1, and that of a row's first token is 0. With `targets`,
+        ragged int32, they are those of other tokens at the same places. With `top`, adds `top_tokens`, ragged int32
+        [tokens, top], the most probable tokens at each place, and `top_logprobs`, ragged float32 [tokens, top].
+
+        Raises BackendError if the backend cannot, and DataError for rows that the model cannot read.
+        """
+        raise BackendError(
+            f"{type(self).__name__} does not tell the log-probs of given tokens: take a sampler of the backend torch"
+        )
 
     @endpoint
     @abstractmethod

@@ -441,6 +441,8 @@ class Sampling(Config):
     tokens are kept."""
     stop_tokens: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of tokens that end a completion, besides the model's own ends, and with `ignore_eos` too."""
+    stop_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Ids of tokens that end a completion, like `stop_tokens`."""
     seed: int = 0
     """Seed for sampling."""
 

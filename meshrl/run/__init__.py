@@ -18,7 +18,7 @@ from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_j
 from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
 from meshrl.run.run import Run, Steps
 from meshrl.run.scaffold import copy_script
-from meshrl.run.train import run_job, train
+from meshrl.run.train import is_machine_fault, run_job, train
 
 __all__ = [
     "AlgorithmConfig",
@@ -50,6 +50,7 @@ __all__ = [
     "find_doubts",
     "find_mistakes",
     "held_out",
+    "is_machine_fault",
     "is_shipped",
     "list_of_mistakes",
     "load_job",

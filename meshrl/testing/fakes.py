@@ -94,7 +94,7 @@ class _Learner:
         """Write `state.json`."""
         _write(folder, "state.json", msgspec.json.encode(self._state()))
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Read `state.json`. Raises DataError if it belongs to another role."""
         state = _read_state(folder)
         if state.role != self.state_of:

@@ -102,9 +102,9 @@ class Witness(Policy):
         """Call the policy."""
         await self.policy.written()
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Call the policy."""
-        await self.policy.restore(folder, adapter)
+        await self.policy.restore(folder, adapter, optimizer)
 
     def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
         """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.

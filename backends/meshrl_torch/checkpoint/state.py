@@ -91,13 +91,15 @@ class State(ABC):
         if self._last is not None and self._reads_model:
             wait([self._last])
 
-    def read(self, folder: str) -> None:
-        """Load what `write` wrote. ModelError, and nothing changes, if it is of another role or model.
+    def read(self, folder: str, *, optimizer: bool = True) -> None:
+        """Load what `write` wrote, or its weights alone. ModelError, and nothing changes, if it is of another model.
 
         If a file is damaged (Damaged) or cannot be read to its end (ModelError), a part may be loaded.
         """
         sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
         facts, boxes = self._ranks.together(lambda: self._open(Path(folder), sizes))
+        if not optimizer:
+            facts = msgspec.structs.replace(facts, steps=0, late={})
         self._begin(facts)
         try:
             self._ranks.agree(lambda: self._take(boxes, _kinds(facts.steps)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import spread
-from meshrl.data import BASE, DEFAULT_ADAPTER, Batch, Ragged, Source, adapters_of
+from meshrl.data import BASE, DEFAULT_ADAPTER, Batch, Ragged, Source, adapters_of, check_lengths
 from meshrl_torch.model.adapted import Uses
 from meshrl_torch.model.attention import moved
 from meshrl_torch.model.network import LanguageModel
@@ -26,6 +26,8 @@ If gradients are kept, log-probs come with entropies, float32[targets, 2].
 PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
 """The same for micro-batches in order, which a pipeline may compute together."""
 Values: TypeAlias = NDArray[np.float32]
+TARGETS: Final = "targets"
+"""The column of the tokens whose log-probs are asked for, if they are not the row's own. Ragged int32."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ def used(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Uses | None:
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
     """Return `LanguageModel.logprobs` for each target of a micro-batch.
 
-    Logits are divided by the batch's `temperature` if it has one. `follows`: tokens are routed to the experts in the
-    batch, if it has some.
+    The targets are the batch's `targets`, if it has them, in place of its tokens. Logits are divided by the batch's
+    `temperature` if it has one. `follows`: tokens are routed to the experts in the batch, if it has some.
     """
     routes = followed(batch, micro, model.device) if follows else None
     hidden = states(model, micro, routes, used(model, batch, micro))
-    tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
+    named = batch.ragged(TARGETS) if TARGETS in batch else batch.tokens
+    tokens = moved(torch.from_numpy(named.values[micro.target].astype(np.int64)), model.device)
     return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
 
 
@@ -84,6 +87,9 @@ def temperatures(batch: Batch, target: NDArray[np.int64], device: torch.device) 
 def check_readable(model: LanguageModel, batch: Batch) -> None:
     """Raise DataError if `predicted` cannot read a batch."""
     model.check_rows(batch)
+    if TARGETS in batch:
+        model.check_rows(Batch.of(tokens=batch.ragged(TARGETS)))
+        check_lengths(TARGETS, batch.ragged(TARGETS).lengths, batch.tokens.lengths)
     if "temperature" in batch:
         spread(batch, "temperature", np.empty(0, np.int64))
 
@@ -143,3 +149,21 @@ def logprobs(
         return whole(tokens, mask, apart=COLUMN in batch, native=passes.model.native_tokens, readers=own.rows)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)
+
+
+def most_probable(model: LanguageModel, batch: Batch, top: int, budget: int, split: Split) -> tuple[Ragged, Ragged]:
+    """Return the `top` most probable tokens at each place of `tokens`, and their log-probs, with 0 at a row's first.
+
+    Ragged int32[tokens, top] and float32[tokens, top].
+    """
+    tokens, own = batch.tokens, readers(model, batch)
+    rows = whole(tokens, None, native=model.native_tokens, readers=own.rows)
+    ids = np.zeros((len(tokens.values), top), np.int32)
+    logprobs = np.zeros((len(tokens.values), top), np.float32)
+    with torch.no_grad():
+        for micro in split(tokens, rows, None, budget):
+            hidden = states(model, micro, uses=used(model, batch, micro))
+            best = model.logits(hidden).log_softmax(-1).topk(top, -1)
+            ids[micro.target] = best.indices.cpu().numpy()
+            logprobs[micro.target] = best.values.cpu().numpy()
+    return Ragged(ids, tokens.offsets), Ragged(logprobs, tokens.offsets)

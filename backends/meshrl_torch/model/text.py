@@ -76,7 +76,7 @@ class Words:
         return [text for text, token in added_tokens(self.tokenizer).items() if token in self.ends]
 
     def stops(self, sampling: Sampling) -> frozenset[int]:
-        """Return the tokens that end a row: the ends, those of `stop_tokens`, and those that `stop` names.
+        """Return the tokens that end a row: the ends, those of `stop_tokens` and `stop_ids`, and those `stop` names.
 
         DataError if the tokenizer does not have one of `stop_tokens`.
         """
@@ -91,6 +91,7 @@ class Words:
         own = frozenset[int]() if sampling.ignore_eos else self.ends
         return (
             own
+            | {*sampling.stop_ids}
             | {token for token in named.values() if token is not None}
             | {added[text] for text in sampling.stop if text in added}
         )

@@ -10,17 +10,17 @@ from typing import Final
 import numpy as np
 import torch
 
-from meshrl.data import BASE, AdapterOf, ArrivalLog, Batch, Weights
+from meshrl.data import BASE, AdapterOf, ArrivalLog, Batch, Source, Weights
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.roles import GenerateCall, LoraConfig, SamplerConfig, Sampling, SteppingSampler
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import add_adapter
 from meshrl_torch.model.routing import routed
-from meshrl_torch.model.scoring import one_by_one, predicted
+from meshrl_torch.model.scoring import Passes, logprobs, most_probable, one_by_one, predicted
 from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.sample.cache import Slots
-from meshrl_torch.sample.decoder import Decoder
+from meshrl_torch.sample.decoder import PREFILL_TOKENS, Decoder
 from meshrl_torch.sample.draw import Draw, UInt64, key
 from meshrl_torch.sample.memory import remembered
 from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
@@ -227,6 +227,17 @@ class TorchSampler(SteppingSampler):
         if self._refused:
             raise ModelError(self._refused)
         return self._versions
+
+    async def logprobs(self, batch: Batch, top: int = 0) -> Batch:
+        """Add `logprobs`, and with `top` the most probable tokens at each place. The first weights are version 0."""
+        self._usable()
+        model = self._model
+        passes = Passes(model, one_by_one(partial(predicted, model)), PREFILL_TOKENS, split=model.split)
+        scored = batch.assign(logprobs=logprobs(passes, batch, Source("sampler")))
+        if not top:
+            return scored
+        ids, best = most_probable(model, batch, min(top, model.known), PREFILL_TOKENS, model.split)
+        return scored.assign(top_tokens=ids, top_logprobs=best)
 
     async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place. Rows being decoded use them from their next token on.

@@ -151,8 +151,8 @@ class Trained(Placed, Stateful):
         for slot in list(self._trainable.slots.values()):
             await slot.state.written()
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
-        """Load what `checkpoint` wrote. Several ranks may have another layout.
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
+        """Load what `checkpoint` wrote. Several ranks may have another layout. `optimizer`: its moments and steps too.
 
         ModelError, and nothing changes, if it belongs to another role or model. If a file cannot be read to its end, or
         is damaged (Damaged), a part may be loaded, as may the adapters before one that does not fit.
@@ -162,7 +162,7 @@ class Trained(Placed, Stateful):
                 self._restore_tables(Path(folder))
             for path, slot in ({"": self._trainable.slot(adapter)} if adapter else self._folders()).items():
                 self._change(slot)
-                slot.state.read(str(Path(folder, path)))
+                slot.state.read(str(Path(folder, path)), optimizer=optimizer)
                 slot.forget()
 
     def _folders(self) -> Mapping[str, Slot]:

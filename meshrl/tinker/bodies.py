@@ -1,0 +1,63 @@
+"""Bodies of requests: read up to a limit, and decompressed up to it."""
+
+import asyncio
+from typing import Final
+
+from starlette.requests import Request
+
+from meshrl.errors import DataError
+
+_DRAINED: Final = 16
+"""A body of this many times the limit is read to its end, so that its client hears why it is refused."""
+
+
+class TooLarge(DataError):
+    """A body is larger than the limit."""
+
+    def __init__(self, message: str, begin: bytes) -> None:
+        super().__init__(message)
+        self.begin: Final = begin
+        """The first bytes of the body, decompressed."""
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """Return the body of a request, decompressed. TooLarge if it has more than `most` bytes.
+
+    TimeoutError if it does not come within some seconds, and DataError if it cannot be decompressed.
+    """
+    kind = request.headers.get("content-encoding", "identity").lower()
+    if kind not in ("identity", "zstd"):
+        raise DataError(f"a body is encoded as {kind!r}: send it as it is, or compressed as zstd")
+    body, size = bytearray(), 0
+    async with asyncio.timeout(seconds):
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= most:
+                body += piece
+            if size > _DRAINED * most:
+                break
+    said = f"the body has more than {most >> 20} MiB (tinker.body_mib): send fewer rows at once"
+    raw = bytes(body)
+    if kind == "zstd":
+        raw = _decompressed(raw, most + 1, partial=size > most)
+    if size > most or len(raw) > most:
+        raise TooLarge(said, raw[: 1 << 16])
+    return raw
+
+
+def _decompressed(body: bytes, most: int, *, partial: bool) -> bytes:
+    try:
+        import zstandard  # noqa: PLC0415 -- only for compressed bodies
+    except ModuleNotFoundError as error:
+        raise DataError(
+            "the body is compressed, and this server lacks the package zstandard: send it as it is"
+        ) from error
+    reader = zstandard.ZstdDecompressor().stream_reader(body)
+    pieces = bytearray()
+    try:
+        while len(pieces) < most and (piece := reader.read(min(1 << 20, most - len(pieces)))):
+            pieces += piece
+    except zstandard.ZstdError as error:
+        if not partial:
+            raise DataError(f"the body cannot be decompressed: {error}") from error
+    return bytes(pieces)

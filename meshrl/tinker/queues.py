@@ -1,0 +1,288 @@
+"""The requests of each model in the order of their numbers, each once, and turns between tenants.
+
+A client numbers the requests of a model from 1; 0 made the model. They may come in any order, and again after a lost
+connection. A request is in the journal before it has a place here. It is applied when all before it have been, and its
+result stays until two states later.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import msgspec
+
+from meshrl.errors import DataError
+from meshrl.tinker.journal import Answered, Asked, Journal, Place, record_at
+from meshrl.tinker.requests import Pass, Request
+from meshrl.tinker.results import Failure, Result
+from meshrl.tinker.rows import tokens_of
+
+_encoder: Final = msgspec.msgpack.Encoder(order="sorted")
+
+
+class Conflict(DataError):
+    """Two different requests of a model have the same number."""
+
+
+class Busy(DataError):
+    """There is no room for another request now."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that waits for its turn."""
+
+    number: int
+    request: Request
+    nbytes: int
+    received: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+    @property
+    def cost(self) -> int:
+        """The tokens that it reads, at least 1."""
+        return max(1, tokens_of(self.request.data)) if isinstance(self.request, Pass) else 1
+
+
+class ModelQueue:
+    """The requests of one model."""
+
+    def __init__(self, model: str, tenant: str, journal: Journal, room: "Room") -> None:
+        self.model: Final = model
+        self.tenant: Final = tenant
+        self.journal: Final = journal
+        self.next = 0
+        """The number of the request whose turn it is."""
+        self.state = -1
+        """The number of the last request in the newest state on disk. -1 before there is one."""
+        self.accumulating = False
+        """True if there are gradients of which no step was made, so that no state can be written."""
+        self.steps = 0
+        """Optimizer steps since that state."""
+        self.closed = False
+        """True if the client is done with the model, which no longer counts for its tenant."""
+        self._room = room
+        self._waiting: dict[int, Pending] = {}
+        self._digests: dict[int, bytes] = {}
+        """By number, of the requests since the state before the newest."""
+        self._results: dict[int, Place] = {}
+        self._done: dict[int, asyncio.Event] = {}
+        self._begun: Pending | None = None
+
+    def restore(self, state: int) -> list[Pending]:
+        """Read the journal after a restart, and return the requests after a state that had been applied already.
+
+        They have to be applied again, in order, before `take`. Their results are known, if they had been told.
+        """
+        self.state = state
+        asked: dict[int, Pending] = {}
+        for record, place in self.journal.records():
+            if isinstance(record, Asked):
+                asked[record.number] = Pending(record.number, record.request, place.size)
+                self._digests[record.number] = _digest(record.request)
+            else:
+                self._results[record.number] = place
+        self.next = state + 1
+        while self.next in asked and self.next in self._results:
+            self.next += 1
+        for number, pending in asked.items():
+            if number >= self.next:
+                self._waiting[number] = pending
+                self._room.take(self.tenant, pending.nbytes, known=True)
+        return [asked[number] for number in range(state + 1, self.next)]
+
+    def applied(self) -> list[Pending]:
+        """Return the requests since the newest state that were applied, from the journal."""
+        found = (record for record, _ in self.journal.records() if isinstance(record, Asked))
+        asked = {each.number: Pending(each.number, each.request, 0) for each in found}
+        return [asked[number] for number in range(self.state + 1, self.next)]
+
+    def add(self, number: int, request: Request) -> bool:
+        """Take a request. Returns False if it is a repetition.
+
+        Raises Conflict if another one has its number, and Busy if there is no room.
+        """
+        digest = _digest(request)
+        known = self._digests.get(number)
+        if known is not None and known != digest:
+            raise Conflict(
+                f"request {number} of {self.model} came before with other content: each number is one request"
+            )
+        if known is not None or number < self.next:
+            return False
+        nbytes = len(msgspec.msgpack.encode(request))
+        # The one that the others wait for is always let in.
+        self._room.take(self.tenant, nbytes, known=number == self.next)
+        try:
+            self.journal.add(Asked(number, request))
+        except OSError:
+            self._room.give(self.tenant, nbytes)
+            raise
+        self._digests[number] = digest
+        self._waiting[number] = Pending(number, request, nbytes)
+        return True
+
+    @property
+    def ready(self) -> Pending | None:
+        """The request whose turn it is. None if it has not come, or another one is being applied."""
+        return None if self._begun else self._waiting.get(self.next)
+
+    def take(self) -> Pending:
+        """Begin with the request whose turn it is."""
+        pending = self._begun = self._waiting[self.next]
+        return pending
+
+    def finish(self, pending: Pending, result: Result) -> None:
+        """Keep the result of the request that was begun, and wake who waits for it."""
+        self._results[pending.number] = self.journal.add(Answered(pending.number, result))
+        del self._waiting[pending.number]
+        self._begun = None
+        self.next = pending.number + 1
+        self._room.give(self.tenant, pending.nbytes)
+        if done := self._done.pop(pending.number, None):
+            done.set()
+
+    def stored(self, state: int) -> None:
+        """Note that a state with all requests up to this number is on disk. The journal goes on in a new file."""
+        before, self.state, self.steps = self.state, state, 0
+        self.journal.begin(state, kept=before)
+        for number in sorted(self._waiting):
+            self.journal.add(Asked(number, self._waiting[number].request))
+        for number in [each for each in self._digests if each <= before]:
+            self._digests.pop(number)
+            self._results.pop(number, None)
+
+    def has(self, number: int) -> bool:
+        """True if a request is known and its result is here, or will be."""
+        return number in self._results or number in self._waiting
+
+    async def result(self, number: int, seconds: float) -> Result | None:
+        """Return the result of a request, once it is there. None if it is not after some seconds."""
+        if number in self._waiting:
+            done = self._done.setdefault(number, asyncio.Event())
+            try:
+                async with asyncio.timeout(seconds):
+                    await done.wait()
+            except TimeoutError:
+                return None
+        record = record_at(self._results[number]) if number in self._results else None
+        return record.result if isinstance(record, Answered) else Failure("the result has been removed", "server")
+
+
+def _digest(request: Request) -> bytes:
+    return hashlib.blake2b(_encoder.encode(request), digest_size=16).digest()
+
+
+class Room:
+    """The requests and bytes that wait, of all tenants and of each."""
+
+    def __init__(self, requests: int, nbytes: int, of_tenant: Callable[[str], int]) -> None:
+        """`of_tenant`: the most requests of a tenant."""
+        self._requests, self._nbytes, self._of_tenant = requests, nbytes, of_tenant
+        self._used: dict[str, int] = {}
+        self._bytes = 0
+
+    def take(self, tenant: str, nbytes: int, *, known: bool = False) -> None:
+        """Take room for a request. Busy if there is none. `known`: it is let in all the same."""
+        used = self._used.get(tenant, 0)
+        if not known:
+            if used >= self._of_tenant(tenant):
+                raise Busy(f"{used} requests of this key wait, which is the most: try again")
+            if sum(self._used.values()) >= self._requests:
+                raise Busy(f"{self._requests} requests wait, which is the most (requests): try again")
+            if self._bytes and self._bytes + nbytes > self._nbytes:
+                raise Busy(f"requests of {self._bytes} bytes wait, and there is no room for {nbytes} more: try again")
+        self._used[tenant], self._bytes = used + 1, self._bytes + nbytes
+
+    def give(self, tenant: str, nbytes: int) -> None:
+        """Give the room of a request back."""
+        self._used[tenant] -= 1
+        self._bytes -= nbytes
+
+
+class Turns:
+    """Whose turn it is: that of the tenant who was served the fewest tokens.
+
+    One who comes back after a pause is not owed what he left to others meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._active: set[str] = set()
+
+    def choose(self, tenants: Iterable[str]) -> str | None:
+        """Return the tenant of these who is to be served. None if there are none."""
+        waiting = set(tenants)
+        least = min((self._served.get(each, 0.0) for each in self._active & waiting), default=0.0)
+        for tenant in waiting - self._active:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+        self._active = waiting
+        return min(sorted(waiting), key=lambda each: self._served.get(each, 0.0), default=None)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count what a tenant was served."""
+        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+
+
+Turn: TypeAlias = tuple[ModelQueue, Pending]
+"""A request whose turn it is."""
+
+
+class Worker:
+    """Applies the requests of all models. Rows of several models with the same loss are applied together."""
+
+    def __init__(self, apply: Callable[[Sequence[Turn]], Awaitable[Sequence[Result]]], together: int) -> None:
+        """`together`: models whose rows go together, at most."""
+        self._apply, self._together = apply, together
+        self._queues: dict[str, ModelQueue] = {}
+        self._turns = Turns()
+        self._more = asyncio.Event()
+
+    def add(self, queue: ModelQueue) -> None:
+        """Serve a queue from now on."""
+        self._queues[queue.model] = queue
+        self._more.set()
+
+    def wake(self) -> None:
+        """Look for requests."""
+        self._more.set()
+
+    async def run(self, after: Callable[[ModelQueue], Awaitable[None]]) -> None:
+        """Apply requests until this is cancelled, or the server itself fails. `after`: called between two requests."""
+        while True:
+            self._more.clear()
+            group = self._next()
+            if not group:
+                await self._more.wait()
+                continue
+            results = await self._apply(group)
+            for (queue, pending), result in zip(group, results, strict=True):
+                queue.finish(pending, result)
+                self._turns.charge(queue.tenant, pending.cost)
+            for queue, _ in group:
+                await after(queue)
+
+    def _next(self) -> list[Turn]:
+        """Begin with the request whose turn it is, and with rows of other models that can go with it."""
+        ready = [queue for queue in self._queues.values() if queue.ready]
+        tenant = self._turns.choose({queue.tenant for queue in ready})
+        if tenant is None:
+            return []
+        ready.sort(key=lambda each: (each.tenant != tenant, _since(each)))
+        first = ready[0].take()
+        group = [(ready[0], first)]
+        if isinstance(first.request, Pass) and first.request.backward:
+            kind = (first.request.loss, first.request.config)
+            for queue in ready[1:]:
+                other = queue.ready.request if queue.ready else None
+                fits = isinstance(other, Pass) and other.backward and (other.loss, other.config) == kind
+                if fits and len(group) < self._together:
+                    group.append((queue, queue.take()))
+        return group
+
+
+def _since(queue: ModelQueue) -> float:
+    return queue.ready.received if queue.ready else 0.0

@@ -1,0 +1,400 @@
+"""What clients ask of a model or a sampler: the API's requests, from JSON or from protocol buffers.
+
+A request has the same form however it came: so it is written to a journal, read again, and compared with a repetition.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.errors import DataError
+from meshrl.mesh import Array
+from meshrl.tinker import wire
+
+T = TypeVar("T")
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Metadata: TypeAlias = dict[str, object]
+_TYPES: Final[Mapping[int, str]] = {1: "float32", 2: "int64", 3: "int32"}
+"""Names of dtypes by their number in the wire format."""
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """An array: its bytes, the name of its dtype, and its shape."""
+
+    data: bytes
+    dtype: Literal["float32", "int64", "int32"]
+    shape: tuple[Count, ...]
+
+    @property
+    def array(self) -> Array:
+        """The values, of any shape. DataError if there are more or fewer bytes than the shape needs."""
+        if math.prod(self.shape) * np.dtype(self.dtype).itemsize != len(self.data):
+            raise DataError(
+                f"a tensor {self.dtype}{list(self.shape)} has {len(self.data)} bytes: send its whole values"
+            )
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+    @classmethod
+    def of(cls, values: Sequence[int | float], dtype: str, shape: Sequence[int] | None) -> "Tensor":
+        """Make a tensor of a list. Without a shape it is one-dimensional."""
+        kind: Literal["float32", "int64"] = "int64" if dtype == "int64" else "float32"
+        try:
+            data = np.array(values, kind).tobytes()
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DataError(f"a tensor {dtype} cannot have these values: {error}") from error
+        return cls(data, kind, tuple(shape) if shape is not None else (len(values),))
+
+
+class Datum(msgspec.Struct, frozen=True):
+    """A row: the tokens that the model reads, and the tensors that the loss reads, sorted by name."""
+
+    tokens: bytes
+    """int32."""
+    inputs: dict[str, Tensor]
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The tokens, int32[tokens]. DataError if there is a part of one."""
+        if len(self.tokens) % 4:
+            raise DataError(f"{len(self.tokens)} bytes are no whole number of int32 tokens")
+        return np.frombuffer(self.tokens, np.int32)
+
+
+class Pass(msgspec.Struct, frozen=True, tag="pass"):
+    """Run the model over rows, and with `backward` add the loss's gradients."""
+
+    model_id: str
+    seq_id: Count
+    loss: str
+    config: dict[str, float | str]
+    data: list[Datum]
+    backward: bool
+
+
+class Adam(msgspec.Struct, frozen=True):
+    """The optimizer's values for one step, with the SDK's defaults."""
+
+    learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 1e-4
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-12
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """0: no clipping."""
+
+
+class OptimStep(msgspec.Struct, frozen=True, tag="optim_step"):
+    """Make a step with the gradients so far."""
+
+    model_id: str
+    seq_id: Count
+    adam_params: Adam | None = None
+    optimizer_params: dict[str, object] | None = None
+    """Those of another optimizer."""
+
+
+class Save(msgspec.Struct, frozen=True, tag="save_weights"):
+    """Keep the weights and the optimizer's state under a name."""
+
+    model_id: str
+    seq_id: Count
+    path: str | None = None
+    overwrite: bool = False
+    ttl_seconds: Count | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(msgspec.Struct, frozen=True, tag="save_weights_for_sampler"):
+    """Keep the weights for samplers: under a name, or for a new sampling session."""
+
+    model_id: str
+    seq_id: Count
+    path: str | None = None
+    sampling_session_seq_id: Count | None = None
+    kind: str = "snapshot"
+    ttl_seconds: Count | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveExternal(msgspec.Struct, frozen=True, tag="save_weights_external"):
+    """Keep the weights as other libraries read them, to be downloaded."""
+
+    model_id: str
+    seq_id: Count
+    path: str
+    ttl_seconds: Count | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class Optimizer(msgspec.Struct, frozen=True):
+    """The kind of an optimizer."""
+
+    type: str = "adamw"
+
+
+class Lora(msgspec.Struct, frozen=True):
+    """The adapters of a new model."""
+
+    rank: Annotated[int, msgspec.Meta(gt=0)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Create(msgspec.Struct, frozen=True, tag="create_model"):
+    """Make a new model of a session."""
+
+    session_id: str
+    model_seq_id: Count
+    base_model: str
+    lora_config: Lora | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class Load(msgspec.Struct, frozen=True, tag="load_weights"):
+    """Load what was saved, into a model, or into a new one of a session."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: Count | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A request that could be read only as far as its number, which it takes all the same."""
+
+    model_id: str
+    seq_id: Count
+    error: str
+
+
+Request: TypeAlias = Pass | OptimStep | Save | SaveForSampler | SaveExternal | Create | Load | Refused
+"""A request that changes a model, or has its place among those that do."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class ModelInput(msgspec.Struct, frozen=True):
+    """A prompt in pieces."""
+
+    chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of all pieces. DataError if one is no text."""
+        for chunk in self.chunks:
+            if chunk.type != "encoded_text":
+                raise DataError(f"a piece of the input is of the type {chunk.type!r}: this server reads text alone")
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How tokens are drawn."""
+
+    max_tokens: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_k: int = -1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
+class JsonTensor(msgspec.Struct, frozen=True):
+    """An array as JSON has it."""
+
+    data: list[int | float]
+    dtype: Literal["float32", "int64"]
+    shape: list[Count] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def packed(self) -> Tensor:
+        """Return the same values as bytes."""
+        if self.sparse_crow_indices is None:
+            return Tensor.of(self.data, self.dtype, self.shape)
+        rows, columns = (np.array(each or [], np.int64) for each in (self.sparse_crow_indices, self.sparse_col_indices))
+        return _dense(np.array(self.data, self.dtype), rows, columns, self.shape or [])
+
+
+class Sample(msgspec.Struct, frozen=True, tag="sample"):
+    """Draw completions of a prompt, and report log-probs of the prompt."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: Annotated[int, msgspec.Meta(gt=0)] = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
+    target_prompt_logprobs: JsonTensor | None = None
+    prompt_alt_tokens_k: Count = 0
+    prompt_logprobs_last_n: Count | None = None
+    record_stability_info: bool | None = None
+
+
+class _JsonDatum(msgspec.Struct, frozen=True):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, JsonTensor] = {}
+
+
+class _JsonInput(msgspec.Struct, frozen=True):
+    data: list[_JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class _JsonPass(msgspec.Struct, frozen=True):
+    model_id: str
+    seq_id: Count
+    forward_backward_input: _JsonInput | None = None
+    forward_input: _JsonInput | None = None
+
+
+def read_json(body: bytes, kind: type[T]) -> T:
+    """Read a request from JSON. DataError says what is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"the body is not a {kind.__name__}: {error}") from error
+
+
+def pass_of_json(body: bytes) -> Pass:
+    """Read a `Pass` from JSON."""
+    read = read_json(body, _JsonPass)
+    given = read.forward_backward_input or read.forward_input
+    if given is None:
+        raise DataError("the body has neither forward_backward_input nor forward_input")
+    data = [
+        Datum(
+            np.array(each.model_input.tokens, np.int32).tobytes(),
+            {name: each.loss_fn_inputs[name].packed() for name in sorted(each.loss_fn_inputs)},
+        )
+        for each in given.data
+    ]
+    backward = read.forward_backward_input is not None
+    return Pass(read.model_id, read.seq_id, given.loss_fn, given.loss_fn_config or {}, data, backward)
+
+
+def pass_of_wire(body: bytes) -> Pass:
+    """Read a `Pass` from protocol buffers."""
+    model, seq, loss, backward = "", 0, "", True
+    config: dict[str, float | str] = {}
+    data: list[Datum] = []
+    for number, value in wire.fields(memoryview(body)):
+        if number == 1:
+            model = wire.text(value)
+        elif number == 2:
+            seq = _count(value)
+        elif number == 3:
+            data.append(_datum(wire.contents(value)))
+        elif number == 4:
+            loss = wire.text(value)
+        elif number == 5:
+            key, number_of = _entry(value)
+            config.setdefault(key, float(number_of))
+        elif number == 6:
+            backward = not value
+        elif number == 7:
+            key, inner = _entry(value)
+            for kind, setting in wire.fields(wire.contents(inner)):
+                config[key] = wire.text(setting) if kind == 2 else float(setting)
+    return Pass(model, seq, loss, config, data, backward)
+
+
+def number_of(body: bytes) -> tuple[str, int] | None:
+    """Return the model and the number of a `Pass` of whose protocol buffer only the beginning is there. None if not."""
+    model, seq = "", None
+    try:
+        for number, value in wire.fields(memoryview(body)):
+            if number == 1:
+                model = wire.text(value)
+            elif number == 2:
+                seq = _count(value)
+    except DataError:
+        pass
+    return (model, seq) if model and seq is not None else None
+
+
+def _datum(message: memoryview) -> Datum:
+    tokens: list[bytes] = []
+    inputs: dict[str, Tensor] = {}
+    for number, value in wire.fields(message):
+        if number == 1:
+            for kind, chunk in wire.fields(wire.contents(value)):
+                if kind != 1:
+                    raise DataError("a piece of the input is no text: this server reads text alone")
+                tokens += [bytes(wire.contents(ids)) for _, ids in wire.fields(wire.contents(chunk))]
+        elif number == 2:
+            name, tensor = _entry(value)
+            inputs[name] = _tensor(wire.contents(tensor))
+    return Datum(b"".join(tokens), {name: inputs[name] for name in sorted(inputs)})
+
+
+def _entry(value: wire.Value) -> tuple[str, wire.Value]:
+    """Return the key and the value of an entry of a map."""
+    pair = dict(wire.fields(wire.contents(value)))
+    return wire.text(pair.get(1, memoryview(b""))), pair.get(2, memoryview(b""))
+
+
+def _tensor(message: memoryview) -> Tensor:
+    dtype, data = "float32", b""
+    shape: list[int] = []
+    sparse: memoryview | None = None
+    for number, value in wire.fields(message):
+        if number == 1:
+            data = bytes(wire.contents(value))
+        elif number == 2:
+            sparse = wire.contents(value)
+        elif number == 3:
+            if value not in _TYPES:
+                raise DataError(f"a tensor has the dtype number {value!r}: send float32 or int64")
+            dtype = _TYPES[int(value)]
+        elif number == 4:
+            shape += wire.integers(value)
+    kind: Literal["float32", "int64"] = "float32" if dtype == "float32" else "int64"
+    if sparse is not None:
+        parts = dict(wire.fields(sparse))
+        values, *indices = (bytes(wire.contents(parts.get(each, memoryview(b"")))) for each in (1, 2, 3))
+        rows, columns = (np.frombuffer(each, np.int64) for each in indices)
+        return _dense(np.frombuffer(values, dtype), rows, columns, shape)
+    if dtype == "int32":
+        data = np.frombuffer(data, np.int32).astype(np.int64).tobytes()
+    return Tensor(data, kind, tuple(shape) if shape else (len(data) // np.dtype(kind).itemsize,))
+
+
+def _dense(values: Array, rows: NDArray[np.int64], columns: NDArray[np.int64], shape: Sequence[int]) -> Tensor:
+    """Return the tensor of a matrix in compressed sparse rows. What it does not list is 0."""
+    kind: Literal["float32", "int64"] = "float32" if values.dtype.kind == "f" else "int64"
+    try:
+        whole = np.zeros(shape, kind)
+        row = np.repeat(np.arange(len(rows) - 1), np.diff(rows))
+        whole[row, columns] = values
+    except (IndexError, MemoryError, ValueError) as error:
+        raise DataError(f"a sparse tensor of shape {list(shape)} cannot be read: {error}") from error
+    return Tensor(whole.tobytes(), kind, tuple(shape))
+
+
+def _count(value: wire.Value) -> int:
+    if isinstance(value, memoryview) or not 0 <= value < 2**31:
+        raise DataError("a number of a request must be from 0 to 2147483647")
+    return int(value)

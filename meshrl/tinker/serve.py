@@ -1,0 +1,127 @@
+"""The server's life: its roles, its socket, and how it begins again after a machine has failed."""
+
+import asyncio
+import math
+import socket
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from meshrl import log
+from meshrl.errors import ConfigError, MeshrlError, described
+from meshrl.roles import Policy, Sampler
+from meshrl.run import Run, is_machine_fault
+from meshrl.tinker.app import Api
+from meshrl.tinker.config import ServedConfig
+from meshrl.tinker.models import AdapterModels, Models, WholeModels, tables_of
+from meshrl.tinker.queues import Room
+from meshrl.tinker.samples import Desk
+from meshrl.tinker.service import Service
+
+_UNBOUNDED: Final = 2**31
+_IDLE: Final = 600.0
+"""Seconds for which a connection may be idle. A client that finds it closed when it sends must send again."""
+
+
+@asynccontextmanager
+async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Task[None]"]]:
+    """Serve during the block. Yields the base URL, and a task that ends only with what makes it impossible to go on.
+
+    Raises ConfigError if the address is taken, or if others can reach it and there are no tenants.
+    """
+    tinker = config.tinker
+    if not tinker.tenants and not _is_loopback(tinker.host):
+        raise ConfigError(
+            f"tinker.host = {tinker.host!r} can be reached by others, and without tinker.tenants every key is let in: "
+            "add a tenant, or listen on 127.0.0.1"
+        )
+    with _listening(tinker.host, tinker.port) as listening, tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
+        host, port = listening.getsockname()[:2]
+        async with Run(config.run, config.model_dump(mode="json")) as run:
+            tables, sampler_table = tables_of(config)
+            policy = await run.spawn(Policy, tables.policy)
+            sampler = await run.spawn(Sampler, sampler_table)
+            models: Models
+            if config.policy.is_adapted:
+                models = AdapterModels(policy, sampler, config)
+            else:
+                models = whole = WholeModels(policy, sampler, Path(scratch, "initial"))
+                await whole.open()
+            room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name))
+            service = Service(config, models, Path(tinker.folder), room)
+            desk = Desk(models, service.weights_folder, config.sampler.slots)
+            api = Api(service, desk, room)
+            options = uvicorn.Config(
+                api.app,
+                log_level="error",
+                lifespan="off",
+                timeout_keep_alive=math.ceil(_IDLE),
+                timeout_graceful_shutdown=1,
+                ws="none",
+            )
+            server = _Server(options)
+            work, http = asyncio.create_task(service.run()), asyncio.create_task(server.serve([listening]))
+            try:
+                yield f"http://{f'[{host}]' if ':' in host else host}:{port}", work
+            finally:
+                server.should_exit = True
+                work.cancel()
+                with suppress(asyncio.CancelledError, MeshrlError):  # an error of it was raised in the block
+                    await work
+                await desk.close()
+                await http
+                service.close()
+
+
+async def serve(config: ServedConfig, tell: Callable[[str], None]) -> None:
+    """Serve until this is cancelled. `tell`: gets a line for people, with the URL.
+
+    While `run.restarts` are left, a machine's fault begins the server again: clients notice a pause.
+    """
+    left = config.run.restarts
+    while True:
+        try:
+            async with serving(config) as (url, work):
+                tell(f"{config.model} is served at {url}: export TINKER_BASE_URL={url} TINKER_API_KEY=tml-KEY")
+                await work
+        except (MeshrlError, ExceptionGroup) as error:
+            if not (left and is_machine_fault(error)):
+                raise
+            left -= 1
+            log.warning("a machine failed: the server begins again", error=described(error), left=left)
+
+
+def _most_requests(config: ServedConfig, tenant: str) -> int:
+    quota = config.tinker.tenants.get(tenant)
+    return quota.requests if quota else _UNBOUNDED
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Generator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"tinker: {host}, port {port}: {error.strerror}: take another port") from error
+    with listening:
+        yield listening
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the command."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

@@ -1,0 +1,424 @@
+"""What the server does: sessions, models and their requests, checkpoints, and samples.
+
+A model's state lives in the trainer while it is needed, and else on disk: the newest state and the journal of what came
+after it. A restart and a change of models are the same: the state is read, and the requests after it are applied again.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal, cast
+
+import msgspec
+
+from meshrl import log
+from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
+from meshrl.events import Request as RequestEvent
+from meshrl.events import sink
+from meshrl.run import is_machine_fault
+from meshrl.tinker import library
+from meshrl.tinker.config import ServedConfig, TenantConfig
+from meshrl.tinker.journal import Journal
+from meshrl.tinker.library import Checkpoint, Kind, Library, Model, Sampler, Session
+from meshrl.tinker.models import Models
+from meshrl.tinker.queues import ModelQueue, Pending, Room, Turn, Worker
+from meshrl.tinker.requests import (
+    Create,
+    Load,
+    OptimStep,
+    Pass,
+    Refused,
+    Request,
+    Save,
+    SaveExternal,
+    SaveForSampler,
+)
+from meshrl.tinker.results import Failure, Plain, Result
+from meshrl.tinker.rows import batch_of, loss_of, passed, tokens_of
+
+_STATE: Final = "state-{:010}"
+_TOGETHER: Final = 16
+"""Models whose rows go into one call, at most."""
+_JOURNAL_BYTES: Final = 1 << 28
+"""Size of a journal's file at which a state is written."""
+
+
+class Unknown(DataError):
+    """There is nothing of this name, or it belongs to someone else."""
+
+
+class Service:
+    """The server without HTTP."""
+
+    def __init__(self, config: ServedConfig, models: Models, folder: Path, room: Room) -> None:
+        self.config: Final = config
+        self.library: Final = Library(folder)
+        self.models: Final = models
+        self._room = room
+        self._queues: dict[str, ModelQueue] = {}
+        self._redo: dict[str, list[Pending]] = {}
+        """By model that is not in the trainer, the requests after its state that were applied already."""
+        self._resident: dict[str, None] = {}
+        """The models in the trainer, the one that was used last at the end."""
+        self._store: set[str] = set()
+        """Models whose state is to be written as soon as that is possible."""
+        self.worker: Final = Worker(self._apply, min(models.most, _TOGETHER))
+
+    async def run(self) -> None:
+        """Apply requests until this is cancelled. Raises what ends the server, such as the loss of a rank."""
+        await self.worker.run(self._after)
+
+    def close(self) -> None:
+        """Close all journals."""
+        for queue in self._queues.values():
+            queue.journal.close()
+
+    # Sessions
+
+    def tenant(self, name: str) -> TenantConfig | None:
+        """Return a tenant's quotas. None without tenants."""
+        return self.config.tinker.tenants.get(name)
+
+    def session(self, tenant: str, name: str) -> Session:
+        """Return a tenant's session. Unknown if there is none."""
+        found = self.library.shelf(tenant).session(name)
+        if found is None:
+            raise Unknown(f"there is no session {name}: create one")
+        return found
+
+    def model(self, tenant: str, name: str) -> Model:
+        """Return a tenant's model. Unknown if there is none."""
+        found = self.library.shelf(tenant).model(name)
+        if found is None:
+            raise Unknown(f"there is no model {name}: create one, or load a checkpoint into a new one")
+        return found
+
+    # Requests of models
+
+    def create(self, tenant: str, request: Create | Load) -> str:
+        """Take the first request of a model, and return the model's name."""
+        session, number = request.session_id, request.model_seq_id
+        if session is None or number is None:
+            raise DataError("a new model needs session_id and model_seq_id")
+        self.session(tenant, session)
+        name, shelf = f"{session}:train:{number}", self.library.shelf(tenant)
+        if shelf.model(name) is None:
+            shelf.put_model(self._described(tenant, name, request))
+        self.submit(tenant, name, 0, request)
+        return name
+
+    def _described(self, tenant: str, name: str, request: Create | Load) -> Model:
+        """Return the facts about a new model. DataError if this server cannot make it."""
+        quota = self.tenant(tenant)
+        mine = [each for each in self._queues.values() if each.tenant == tenant and not each.closed]
+        if quota is not None and len(mine) >= quota.models:
+            raise DataError(f"this key trains {len(mine)} models, which is the most: unload one, or finish its session")
+        if isinstance(request, Load):
+            found, _ = self.library.find(tenant, request.path)
+            base = found.model
+        else:
+            lora = request.lora_config if self.config.policy.is_adapted else None
+            base = Model(name, str(request.session_id), request.base_model, time.time())
+            if lora is not None:
+                seed = self.config.policy.seed if lora.seed is None else lora.seed
+                parts = {
+                    "train_mlp": lora.train_mlp,
+                    "train_attn": lora.train_attn,
+                    "train_unembed": lora.train_unembed,
+                }
+                base = msgspec.structs.replace(base, rank=lora.rank, seed=seed, **parts)
+        optimizer = request.optimizer_config
+        if optimizer is not None and optimizer.type != "adamw":
+            raise DataError(f"this server has no optimizer {optimizer.type!r}: take adamw")
+        if base.base_model != self.config.model:
+            raise DataError(f"this server has no model {base.base_model!r}: it has {self.config.model!r}")
+        return msgspec.structs.replace(
+            base, id=name, session=str(request.session_id), created=time.time(), user_metadata=request.user_metadata
+        )
+
+    def submit(self, tenant: str, model: str, number: int, request: Request) -> str:
+        """Take a request of a model, and return its name. A repetition gets the name that it had.
+
+        Raises Unknown, Conflict and Busy.
+        """
+        queue = self.queue(tenant, model)
+        if queue.add(number, request):
+            self.worker.wake()
+        return f"{model}:{number}"
+
+    def queue(self, tenant: str, model: str) -> ModelQueue:
+        """Return the requests of a model, from disk if this is the first that is asked of it since the start."""
+        queue = self._queues.get(model)
+        if queue is not None and queue.tenant == tenant:
+            return queue
+        self.model(tenant, model)
+        folder = self.library.shelf(tenant).model_folder(model)
+        queue = ModelQueue(model, tenant, Journal(folder), self._room)
+        self._redo[model] = queue.restore(_newest(folder))
+        self._queues[model] = queue
+        self.worker.add(queue)
+        return queue
+
+    def unload(self, tenant: str, model: str) -> None:
+        """Take a model's place in the trainer from it, until it is used again."""
+        self.queue(tenant, model).closed = True
+
+    def finish(self, tenant: str, session: str, reason: str) -> None:
+        """End a session. Its models no longer count."""
+        shelf = self.library.shelf(tenant)
+        shelf.put_session(msgspec.structs.replace(self.session(tenant, session), finished=reason))
+        for queue in self._queues.values():
+            queue.closed |= queue.tenant == tenant and queue.model.startswith(f"{session}:")
+
+    async def _apply(self, group: Sequence[Turn]) -> list[Result]:
+        """Apply requests. Machine faults are raised, and other errors are the request's result."""
+        event_log = sink.get()
+        began = event_log.now() if event_log else 0.0
+        results = await self._guarded(group)
+        if event_log is None:
+            return results
+        for (queue, pending), result in zip(group, results, strict=True):
+            data = pending.request.data if isinstance(pending.request, Pass) else None
+            received = max(0.0, began - (time.time() - pending.received))
+            event = RequestEvent(
+                queue.model, pending.number, _verb(pending.request), queue.tenant, received, began, event_log.now()
+            )
+            if data is not None:
+                event = msgspec.structs.replace(event, rows=len(data), tokens=tokens_of(data))
+            if isinstance(result, Failure):
+                event = msgspec.structs.replace(event, error=result.error)
+            event_log.emit(event)
+        return results
+
+    async def _guarded(self, group: Sequence[Turn]) -> list[Result]:
+        try:
+            for queue, _ in group:
+                await self._bring(queue)
+            if len(group) > 1:
+                return await self._passed(group)
+            queue, pending = group[0]
+            return [await self._result(queue, pending)]
+        except (MeshrlError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            failure = failure_of(error)
+            if len(group) > 1 and failure.category == "user":  # one of them does not fit, and nothing has changed
+                return [each for one in group for each in await self._guarded([one])]
+            return [failure] * len(group)
+
+    async def _passed(self, group: Sequence[Turn]) -> list[Result]:
+        """Add the gradients of requests of several models in one call."""
+        requests = [cast("Pass", pending.request) for _, pending in group]
+        loss, batches = loss_of(requests[0]), [batch_of(each) for each in requests]
+        rows = await self.models.forward_backward([queue.model for queue, _ in group], batches, loss)
+        for queue, _ in group:
+            queue.accumulating = True
+        return [
+            passed(request, batch.ragged("logprobs"), batch.ragged("losses"))
+            for request, batch in zip(requests, rows, strict=True)
+        ]
+
+    async def _bring(self, queue: ModelQueue) -> None:
+        """Bring a model into the trainer: its newest state, and then the requests since."""
+        queue.closed = False
+        if queue.model in self._resident:
+            self._resident[queue.model] = self._resident.pop(queue.model)  # the last in order
+            return
+        while len(self._resident) >= self.models.most:
+            await self._park(self._queues[next(iter(self._resident))])
+        shelf = self.library.shelf(queue.tenant)
+        await self.models.create(self.model(queue.tenant, queue.model))
+        self._resident[queue.model] = None
+        if queue.state >= 0:
+            state = shelf.model_folder(queue.model) / _STATE.format(queue.state)
+            await self.models.read_state(queue.model, state, optimizer=True)
+        redo = self._redo.pop(queue.model, [])
+        if redo:
+            log.info(f"{queue.model}: {len(redo)} requests after its last state are applied again")
+        for done in redo:
+            try:
+                await self._changed(queue, done.request)
+            except (MeshrlError, OSError) as error:
+                if is_machine_fault(error):
+                    raise  # a request that failed before fails again, and changes as little
+
+    async def _park(self, queue: ModelQueue) -> None:
+        """Make room in the trainer. What is in no state is applied again when the model is brought back."""
+        await self._write_state(queue)
+        if queue.state < queue.next - 1:
+            self._redo[queue.model] = queue.applied()
+        await self.models.drop(queue.model)
+        queue.accumulating = False
+        del self._resident[queue.model]
+
+    async def _after(self, queue: ModelQueue) -> None:
+        """Write a state if it is due."""
+        due = queue.steps >= self.config.tinker.state_every or queue.journal.nbytes > _JOURNAL_BYTES
+        if due or queue.model in self._store:
+            await self._write_state(queue)
+
+    async def _write_state(self, queue: ModelQueue) -> None:
+        """Write a model's state next to its journal, unless it has gradients without a step, or nothing new."""
+        number = queue.next - 1
+        if queue.accumulating or number == queue.state:
+            return
+        folder = self.library.shelf(queue.tenant).model_folder(queue.model)
+        part, state = folder / ".state", folder / _STATE.format(number)
+        library.clear(part)
+        await self.models.write_state(queue.model, part)
+        await asyncio.to_thread(library.sync, part)
+        part.rename(state)
+        kept = queue.state
+        queue.stored(number)
+        self._store.discard(queue.model)
+        for old in folder.glob("state-*"):
+            if int(old.name.removeprefix("state-")) < kept:
+                library.clear(old)
+
+    async def _changed(self, queue: ModelQueue, request: Request) -> Result | None:
+        """Do what a request does to the model in the trainer. None if it does nothing to it."""
+        model = queue.model
+        if isinstance(request, Pass) and request.backward:
+            return (await self._passed([(queue, Pending(0, request, 0))]))[0]
+        if isinstance(request, OptimStep):
+            if request.adam_params is None:
+                kind = (request.optimizer_params or {}).get("type")
+                raise DataError(f"this server has no optimizer {kind!r}: send AdamParams")
+            queue.accumulating = False  # whatever comes of it, no gradients are left
+            metrics = await self.models.step(model, request.adam_params)
+            queue.steps += 1
+            return Plain({"metrics": dict(metrics), "type": "optim_step"})
+        if isinstance(request, Load):
+            _, folder = self.library.find(queue.tenant, request.path)
+            await self.models.read_state(model, folder / "state", optimizer=request.optimizer)
+            queue.accumulating = False
+            self._store.add(model)  # so that the checkpoint is not needed again
+            return Plain({"path": request.path, "model_id": model, "type": "load_weights"})
+        return None
+
+    async def _result(self, queue: ModelQueue, pending: Pending) -> Result:
+        request, model = pending.request, queue.model
+        changed = await self._changed(queue, request)
+        if changed is not None:
+            return changed
+        if isinstance(request, Pass):
+            loss_of(request)  # refuses one that does not exist
+            return passed(request, await self.models.logprobs(model, batch_of(request)), None)
+        if isinstance(request, Refused):
+            return Failure(request.error, "user")
+        if isinstance(request, Save):
+            return await self._save(queue, pending.number, request)
+        if isinstance(request, SaveForSampler):
+            return await self._save_for_sampler(queue, pending.number, request)
+        if isinstance(request, SaveExternal):
+            if request.age_encryption_recipients:
+                raise DataError("this server does not encrypt weights: leave age_encryption_recipients out")
+            path = library.path_of(model, "external", request.path)
+            write = lambda folder: self.models.write_files(model, folder / "files")  # noqa: E731
+            await self._checkpoint(queue, pending.number, path, "external", request, write)
+            return Plain({"path": path, "type": "save_weights_external"})
+        return Plain({"model_id": model, "type": "create_model"})
+
+    async def _save(self, queue: ModelQueue, number: int, request: Save) -> Result:
+        if queue.accumulating:
+            raise DataError(
+                "the model has gradients of which no step was made, and a state does not hold them: call optim_step "
+                "before save_state"
+            )
+        path = library.path_of(queue.model, "training", request.path or f"{number:06}")
+        found = self.library.shelf(queue.tenant).checkpoint(path)
+        if found is not None and found.seq_id != number and not request.overwrite:
+            raise DataError(f"there is a checkpoint {path} already: choose another name, or set overwrite")
+        write = lambda folder: self.models.write_state(queue.model, folder / "state")  # noqa: E731
+        await self._checkpoint(queue, number, path, "training", request, write)
+        return Plain({"path": path, "type": "save_weights"})
+
+    async def _save_for_sampler(self, queue: ModelQueue, number: int, request: SaveForSampler) -> Result:
+        model = self.model(queue.tenant, queue.model)
+        if request.kind != "snapshot":
+            raise DataError(f"this server has no weights of the kind {request.kind!r}: take snapshots")
+        name = request.path or f"unnamed-{number:08}"
+        path = library.path_of(queue.model, "sampler", name)
+        write = lambda folder: self.models.write_weights(queue.model, folder / "weights")  # noqa: E731
+        await self._checkpoint(queue, number, path, "sampler", request, write)
+        if request.path is not None:
+            return Plain({"path": path, "type": "save_weights_for_sampler"})
+        shelf = self.library.shelf(queue.tenant)
+        sampler = Sampler(f"{model.session}:sample:{request.sampling_session_seq_id or 0}", model.base_model, path)
+        shelf.put_sampler(sampler)
+        unnamed = [each for each in shelf.checkpoints(queue.model) if each.name.startswith("sampler_weights/unnamed-")]
+        for old in unnamed[: -self.config.tinker.samplers_kept]:
+            shelf.remove(shelf.checkpoint_folder(old.path))
+        return Plain({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
+
+    async def _checkpoint(
+        self,
+        queue: ModelQueue,
+        number: int,
+        path: str,
+        kind: Kind,
+        request: Save | SaveForSampler | SaveExternal,
+        write: Callable[[Path], Awaitable[None]],
+    ) -> None:
+        """Write a checkpoint, unless it is there from before a restart."""
+        shelf, now = self.library.shelf(queue.tenant), time.time()
+        found = shelf.checkpoint(path)
+        if found is not None and found.seq_id == number:
+            return
+        quota = self.tenant(queue.tenant)
+        if quota is not None and (used := shelf.nbytes()) > quota.storage_gib * 2**30:
+            raise DataError(f"the checkpoints of this key have {used:,} bytes, which is the most: delete some")
+        metadata = getattr(request, "user_metadata", None)
+        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+        about = Checkpoint(
+            path, kind, self.model(queue.tenant, queue.model), now, number, expires=expires, user_metadata=metadata
+        )
+        with shelf.writing(about) as folder:
+            await write(folder)
+
+    # Sampling sessions
+
+    def create_sampler(self, tenant: str, session: str, number: int, base: str | None, path: str | None) -> Sampler:
+        """Make a sampling session, of the base model or of saved weights. DataError if there are none."""
+        self.session(tenant, session)
+        if path is not None:
+            self.weights_folder(tenant, path)
+            base = self.library.find(tenant, path)[0].model.base_model
+        if base != self.config.model:
+            raise DataError(f"this server has no model {base!r}: it has {self.config.model!r}")
+        sampler = Sampler(f"{session}:sample:{number}", self.config.model, path)
+        self.library.shelf(tenant).put_sampler(sampler)
+        return sampler
+
+    def weights_folder(self, tenant: str, path: str) -> Path:
+        """Return the folder of weights for samplers that a tenant may read. DataError if there are none."""
+        found, folder = self.library.find(tenant, path)
+        if found.kind != "sampler":
+            raise DataError(f"{path} holds no weights for samplers: save them with save_weights_for_sampler")
+        return folder / "weights"
+
+    def sampler(self, tenant: str, name: str) -> Sampler:
+        """Return a tenant's sampling session. Unknown if there is none."""
+        found = self.library.shelf(tenant).sampler(name)
+        if found is None:
+            raise Unknown(f"there is no sampling session {name}: create one")
+        return found
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the result of a request that failed. It says who is to blame."""
+    cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ else error
+    category: Literal["user", "server"] = "user" if isinstance(cause, DataError | ConfigError) else "server"
+    return Failure(str(cause) if isinstance(cause, MeshrlError) else f"{type(cause).__name__}: {cause}", category)
+
+
+def _newest(folder: Path) -> int:
+    """Return the number of the newest state in a model's folder. -1 if there is none."""
+    return max((int(path.name.removeprefix("state-")) for path in folder.glob("state-*")), default=-1)
+
+
+def _verb(request: Request) -> str:
+    if isinstance(request, Pass):
+        return "forward_backward" if request.backward else "forward"
+    return str(type(request).__struct_config__.tag)

@@ -1,0 +1,144 @@
+"""Recipes of tinker-cookbook, unmodified, on a server of a small model: `make test-tinker` installs the cookbook."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from tests.first_hour.hub_server import Files, serving
+from tests.tinker.served import KEY, served, table
+
+PYTHON = Path(__file__).parents[2] / ".venv-tinker/bin/python"
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="the cookbook is in an environment of its own")
+
+MODEL = "Qwen/Qwen3-8B-Base"
+"""A name that the cookbook knows, for a small model."""
+CONTEXT = 2048
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and an end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=CONTEXT
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model."""
+    torch.manual_seed(0)
+    path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a recipe needs: the server, and a hub with the tokenizer and the data."""
+    config = table(str(folder), tmp_path_factory.mktemp("served"))
+    config["tinker"]["model"] = MODEL
+    config["policy"]["lora"] = {}
+    files: Files = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".jinja")}
+    with serving() as hub, served(config) as url:
+        hub.repositories[f"models/{MODEL}"] = files
+        hub.repositories["datasets/HuggingFaceH4/no_robots"] = {"train.jsonl": chats(), "test.jsonl": chats()}
+        hub.repositories["datasets/openai/gsm8k"] = {"README.md": GSM8K, "train.jsonl": sums(), "test.jsonl": sums()}
+        yield {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TINKER_", "PYTEST"))},
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+            "HF_HUB_DISABLE_XET": "1",
+            "TINKER_BASE_URL": url,
+            "TINKER_API_KEY": KEY,
+            "TINKER_TELEMETRY": "0",
+        }
+
+
+GSM8K = b"""---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: train.jsonl
+  - split: test
+    path: test.jsonl
+---
+"""
+
+
+def lines(rows: list[dict[str, object]]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def chats() -> bytes:
+    said = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "aaaaaaaa"}]
+    return lines(
+        [{"prompt": "Say a.", "prompt_id": str(number), "messages": said, "category": "a"} for number in range(24)]
+    )
+
+
+def sums() -> bytes:
+    return lines([{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(24)])
+
+
+def run(recipe: str, environment: dict[str, str], log: Path, *settings: str) -> list[dict[str, float]]:
+    """Run a recipe to its end, and return its metrics, step by step."""
+    command = [
+        str(PYTHON),
+        "-m",
+        f"tinker_cookbook.recipes.{recipe}",
+        f"model_name={MODEL}",
+        f"log_path={log}",
+        *settings,
+    ]
+    ended = subprocess.run(command, env=environment, cwd=log.parent, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sl_loop_learns(environment: dict[str, str], tmp_path: Path) -> None:
+    settings = ("batch_size=4", "learning_rate=2e-2", "lora_rank=8", "max_length=512")
+    metrics = run("sl_loop", environment, tmp_path / "log", *settings)
+    losses = [each["train_mean_nll"] for each in metrics if "train_mean_nll" in each]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_rl_loop_runs_to_its_end(environment: dict[str, str], tmp_path: Path) -> None:
+    settings = ("batch_size=8", "group_size=2", "lora_rank=4", "max_tokens=8", "save_every=2")
+    metrics = run("rl_loop", environment, tmp_path / "log", *settings)
+    assert [each["progress/batch"] for each in metrics if "progress/batch" in each] == [0, 1, 2]
+    checkpoints = (tmp_path / "log/checkpoints.jsonl").read_text().splitlines()
+    assert [json.loads(each)["name"] for each in checkpoints] == ["000002", "final"]
+
+
+def test_math_rl_learns_arithmetic_with_a_sampler_that_agrees(environment: dict[str, str], tmp_path: Path) -> None:
+    settings = ("env=arithmetic", "group_size=4", "groups_per_batch=8", "lora_rank=8", "max_tokens=4", "max_steps=3")
+    metrics = run(
+        "math_rl.train", environment, tmp_path / "log", *settings, "loss_fn=importance_sampling", "eval_every=0"
+    )
+    distances = [each["optim/kl_sample_train_v2"] for each in metrics if "optim/kl_sample_train_v2" in each]
+    assert distances
+    assert max(distances) < 1e-6
