@@ -101,7 +101,10 @@ def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
     terms = measured.terms("update" if trains else "score", host=not work.gpu)
     if layout.cpu_offload and work.gpu:
         terms = [replace(each, host=each.name in _OFFLOADED) for each in terms]
+    elif layout.offload_moments and work.gpu and trains:
+        terms = _without_moments(terms)
     offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
+    offload += ["fsdp.offload_moments=true"] if offload and trains and not layout.offload_moments else []
     return MemoryEstimate(terms, [*knobs(config), *offload])
 
 
@@ -117,6 +120,15 @@ def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: Langu
         return ShardedOptimizer(table, sharded, parameters)
 
     return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered)
+
+
+def _without_moments(terms: Sequence[MemoryTerm]) -> list[MemoryTerm]:
+    """Return the terms with moments in the host's memory, from where they come for the optimizer's step alone."""
+    sizes = {each.name: each.nbytes for each in terms}
+    stepping = sizes["moments"] + sizes["gradients"]
+    text = "moments and gradients, during the optimizer's step, when the activations are gone"
+    own = [replace(each, host=True) if each.name == "moments" else each for each in terms]
+    return [*own, MemoryTerm("step", stepping, "step", text)]
 
 
 def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:

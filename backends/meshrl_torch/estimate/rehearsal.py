@@ -208,11 +208,14 @@ def rehearse(
 
 
 class GpuAttention(Packed):
-    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head."""
+    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head.
+
+    In float32, which those kernels do not take, it is SDPA as on a CPU.
+    """
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return tensors of attention's shapes, and keep what its backward pass needs."""
-        if not scores.plain:
+        if not scores.plain or query.dtype == torch.float32:
             return super().__call__(layer, query, key, value, scores)
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
