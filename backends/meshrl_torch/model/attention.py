@@ -71,6 +71,9 @@ class Scores:
         causal = mask is None and query.shape[2] > 1
         if self.cap is None and self.sinks is None:
             shared = query.shape[1] != key.shape[1]
+            if shared and query.device.type == "cuda":  # else torch would keep all scores of all heads
+                key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+                shared = False
             return scaled_dot_product_attention(
                 query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=shared
             )
@@ -288,7 +291,8 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         """Return the same on a device."""
-        return Packed(self.groups, None if self.keys is None else moved(self.keys, device), self.kernel)
+        keys = None if self.keys is None else moved(self.keys, device)
+        return replace(self, keys=keys, bounds={}, masks={})
 
     def by(self, kernel: Kernel | None) -> "Packed":
         """Return the same with a kernel. It shares what other layers have computed."""
