@@ -198,7 +198,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	@touch $@
 
 # torch from the index alone, because a folder of pip's configuration may have its build for CPUs. All else is .venv's.
-.venv-fake-cuda/.done: FROM_INDEX := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null .venv-fake-cuda/bin/python $(PIP) --no-deps
+.venv-fake-cuda/.done: FROM_INDEX := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null .venv-fake-cuda/bin/python $(PIP) --no-deps --no-compile
 .venv-fake-cuda/.done: .venv/.done $(wildcard tests/support/fake_cuda/*.c) tests/support/fake_cuda/build.py
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(FROM_INDEX) $(TORCH) triton==3.7.1

@@ -17,6 +17,7 @@ FORMULAS: Final = {
     "gathered": "2 (2 V h + h)",
     "activations": "2 h T for each layer, and 2 bytes of a layer's parameters",
     "logits": "a chunk's of 2**26, in float32 and 2 bytes, and the head's gradient",
+    "reduction": "(6 + 12 / S) (2 V h + h)",
     "workspace": "the rest: a layer's recomputed states, gradients and whole parameters",
 }
 """By term. P parameters, S ranks, V tokens of the vocabulary, h dims of the states, T tokens of a micro-batch."""

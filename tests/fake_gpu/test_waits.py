@@ -1,27 +1,30 @@
-"""What the host waits for in a step, and why."""
+"""What the host waits for in a step of each trainer, and why."""
 
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from meshrl import ClippedLoss, PolicyConfig
+from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from tests.backends.material import MODEL, rollouts
 
 COPIES = ("copy to pageable memory", "copy from pageable memory", "cudaMemcpy")
 WAITS = (*COPIES, "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+SUMS = {"step.py sums": "the loss and its metrics, once a step"}
 REASONS = {
-    "step.py sums": "the loss and its metrics, once a step",
-    "optimizer.py _total_norm": "the mask of the gradients that tp splits, once a step",
-    "optimizer.py step": "the norm of the gradients, which decides if there is a step",
+    FsdpPolicy: {**SUMS, "optimizer.py step": "the norm of the gradients, which decides if there is a step"},
+    MegatronPolicy: {**SUMS, "optimizer.py step": "the same, and Megatron's own"},
 }
-"""By file and function."""
+"""By trainer, file and function."""
 
 
-async def waits(rows: int, tokens: int) -> Counter[str]:
+async def waits(trainer: type[FsdpPolicy | MegatronPolicy], rows: int, tokens: int) -> Counter[str]:
     """Return how often the host waits in an update, by file and function."""
     from tests.support.fake_cuda import numbers  # noqa: PLC0415 -- of the fake alone
 
-    policy = FsdpPolicy(PolicyConfig(model=MODEL, micro_batch_tokens=tokens))
+    policy = trainer(PolicyConfig(model=MODEL, micro_batch_tokens=tokens))
     await policy.update(rollouts(rows), ClippedLoss())  # the first one makes the moments
     numbers.waits.clear()
     with numbers.watch():
@@ -34,7 +37,10 @@ async def waits(rows: int, tokens: int) -> Counter[str]:
     return found
 
 
-async def test_a_step_waits_where_there_is_a_reason_and_not_in_each_micro_batch() -> None:
-    few, many = await waits(24, 400), await waits(24, 40)
+@pytest.mark.parametrize("trainer", REASONS)
+async def test_a_step_waits_where_there_is_a_reason_and_not_in_each_micro_batch(
+    trainer: type[FsdpPolicy | MegatronPolicy],
+) -> None:
+    few, many = await waits(trainer, 24, 400), await waits(trainer, 24, 40)
     assert many == few
-    assert set(few) == set(REASONS)
+    assert set(few) == set(REASONS[trainer])

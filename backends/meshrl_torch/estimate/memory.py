@@ -111,7 +111,12 @@ def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
     terms = measured.terms("update" if trains else "score", host=not work.gpu)
     if layout.cpu_offload and work.gpu:
         terms = [replace(each, host=each.name in _OFFLOADED) for each in terms]
+    elif layout.offload_moments and work.gpu and trains:
+        terms = _without_moments(terms)
+    if trains and work.gpu:
+        terms.append(_reduction(config, measured.gathered, grid.shape[1]))
     offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
+    offload += ["fsdp.offload_moments=true"] if offload and trains and not layout.offload_moments else []
     return MemoryEstimate(terms, [*knobs(config), *offload])
 
 
@@ -131,6 +136,24 @@ def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: Langu
 
 def _hidden(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
     return model.hidden(micro.ids, micro.positions, micro.attend)
+
+
+def _reduction(config: ModelConfig, gathered: int, shards: int) -> MemoryTerm:
+    """Return what FSDP keeps on a GPU from a micro-batch to the next one, and a CPU does not. Measured on fake GPUs."""
+    itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize
+    trained = 0 if getattr(config, "is_adapted", False) else gathered // itemsize
+    sums = 4 * trained + 12 * trained // shards
+    text = "embeddings and head, whole once more, and their gradients in float32, whole and three times sharded"
+    return MemoryTerm("reduction", gathered + sums, "update", text)
+
+
+def _without_moments(terms: Sequence[MemoryTerm]) -> list[MemoryTerm]:
+    """Return the terms with moments in the host's memory, from where they come for the optimizer's step alone."""
+    sizes = {each.name: each.nbytes for each in terms}
+    stepping = sizes["moments"] + sizes["gradients"]
+    text = "moments and gradients, during the optimizer's step, when the activations are gone"
+    own = [replace(each, host=True) if each.name == "moments" else each for each in terms]
+    return [*own, MemoryTerm("step", stepping, "step", text)]
 
 
 def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:

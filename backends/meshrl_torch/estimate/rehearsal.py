@@ -209,7 +209,10 @@ def rehearse(
 
 
 class GpuAttention(Packed):
-    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head."""
+    """Packed attention with the memory of a GPU kernel: no mask, and one number for each query and head.
+
+    In float32 it is SDPA's, whose keys and values are repeated for each query head.
+    """
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return tensors of attention's shapes, and keep what its backward pass needs."""
@@ -218,6 +221,8 @@ class GpuAttention(Packed):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        if query.dtype == torch.float32:
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
         return cast("Tensor", _Kernel.apply(q, k, v))[None]  # type: ignore[no-untyped-call]
 
 

@@ -238,7 +238,8 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         """Return the same on a device."""
-        return Packed(self.groups, None if self.keys is None else moved(self.keys, device), self.kernel)
+        keys = None if self.keys is None else moved(self.keys, device)
+        return replace(self, keys=keys, bounds={}, masks={})
 
     def by(self, kernel: Kernel | None) -> "Packed":
         """Return the same with a kernel. It shares what other layers have computed."""

@@ -56,6 +56,9 @@ class Scores:
             return cast("Tensor", attend(query, key, value, self.sinks, self, mask))
         causal = mask is None and query.shape[2] > 1
         shared = query.shape[1] != key.shape[1]
+        if shared and query.device.type == "cuda":  # else torch would keep all scores of all heads
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+            shared = False
         return scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=self.scale, enable_gqa=shared
         )

@@ -7,7 +7,7 @@
    FAKE_GIB      memory of each in GiB (80)
    FAKE_MAJOR    compute capability (9)
    FAKE_DRIVER   the driver's CUDA version (13000); a torch for a newer one finds no GPU
-   FAKE_LEDGER   the file with the bytes in use of each GPU (/dev/shm/fake-cuda-ledger)
+   FAKE_LEDGER   the file with the bytes in use of each GPU, and after 64 of these the most so far (/dev/shm/fake-cuda-ledger)
    FAKE_NO_P2P   set: GPUs cannot read each other's memory
    FAKE_OOM_AT   the number of the allocation of a process that fails */
 #define _GNU_SOURCE
@@ -69,9 +69,10 @@ static void __attribute__((destructor)) gone(void) {
     for (int i = 0; i < used_blocks; i++) if (blocks[i].kind == 2 && blocks[i].at) __sync_fetch_and_sub(&ledger()[blocks[i].phys], blocks[i].size);
 }
 int fakecuda_take(int phys, size_t size) {
-    if ((size_t)__sync_add_and_fetch(&ledger()[phys], size) <= total()) return 0;
-    __sync_fetch_and_sub(&ledger()[phys], size);
-    return 1;
+    long now = __sync_add_and_fetch(&ledger()[phys], size), most;
+    if ((size_t)now > total()) { __sync_fetch_and_sub(&ledger()[phys], size); return 1; }
+    while ((most = ledger()[64 + phys]) < now && !__sync_bool_compare_and_swap(&ledger()[64 + phys], most, now)) {}
+    return 0;
 }
 void fakecuda_give(int phys, size_t size) { __sync_fetch_and_sub(&ledger()[phys], size); }
 int fakecuda_phys(int dev) { devices(); return physical[dev]; }

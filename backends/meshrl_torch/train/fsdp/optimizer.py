@@ -69,9 +69,9 @@ class ShardedOptimizer(Optimizer):
         """Return the norm over all shards of all ranks, float32[]."""
         squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square()
         splits = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
-        split = torch.tensor(splits, device=squares.device)
+        split = moved(torch.tensor(splits), squares.device)
         mesh = self._sharded.world.mesh
-        own, apart = squares[~split].sum(), squares[split].sum()
+        own, apart = squares.where(~split, 0).sum(), squares.where(split, 0).sum()
         dist.all_reduce(apart, group=mesh[TP].get_group())
         total = own + apart
         dist.all_reduce(total, group=mesh[SHARD].get_group())
