@@ -53,7 +53,7 @@ class TablePolicy(rl.Policy):
         for batch, loss in added:
             mask = batch.loss_mask
             weights = token_weights(mask, loss.normalise, tokens=tokens, rows=rows, constant=loss.constant)
-            total = total + self._losses(batch, loss) @ torch.tensor(weights[mask.values])
+            total = total + self._losses(batch, loss) @ torch.tensor(weights[np.asarray(mask.values, np.bool_)])
         self.table.data -= 20 * torch.autograd.grad(total, self.table)[0]
         self.version += 1
         return Metrics.of(loss=(total.item(), 1))
@@ -90,13 +90,13 @@ class TableSampler(SteppingSampler):
     """Draws a row in each decode step, at temperature 1 or 0."""
 
     def __init__(self, config: rl.SamplerConfig) -> None:
-        self.logprobs, self.version = np.full((10, 10), np.log(0.1), np.float32), 0
+        self.table, self.version = np.full((10, 10), np.log(0.1), np.float32), 0
         self.seeds = (config.seed, current_rank().index)
 
     async def load(self, weights: Weights) -> Batch:
         async with self.generate_calls.loading() as places:
             table = torch.tensor(weights.tensors["table"])
-            self.logprobs, self.version = table.log_softmax(1).numpy(), weights.version
+            self.table, self.version = table.log_softmax(1).numpy(), weights.version
         return places
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
@@ -116,8 +116,8 @@ class TableSampler(SteppingSampler):
         """A digit for each row of Gumbel noise, which makes the largest log-prob a sample."""
         digits = [int(prompt)]
         for each in noise:
-            digits.append(int((self.logprobs[digits[-1]] + each).argmax()))
-        logprobs = [float(self.logprobs[pair]) for pair in pairwise(digits)]
+            digits.append(int((self.table[digits[-1]] + each).argmax()))
+        logprobs = [float(self.table[pair]) for pair in pairwise(digits)]
         text, aborted = "".join(map(str, digits[1:])), not len(noise)
         return Completion(text, digits[:1], digits[1:], logprobs, truncated=not aborted, aborted=aborted)
 

@@ -122,7 +122,7 @@ async def test_a_rank_that_finds_damage_sets_the_checkpoint_aside(tmp_path: Path
 
 async def test_damage_is_told_by_all_that_resume_together(tmp_path: Path) -> None:
     class Kept(FakePolicy):
-        async def restore(self, folder: str, adapter: str | None = None) -> None:
+        async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
             if self is first:
                 raise Damaged("a bad tensor") from KeyError("w")
             await asyncio.sleep(0)

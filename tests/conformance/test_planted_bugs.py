@@ -85,10 +85,10 @@ class RoundsDifferently(TorchPolicy):
 class ForgetsMoments(TorchPolicy):
     """Takes from a checkpoint the weights and the version alone."""
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
-        await super().restore(folder, adapter)
-        optimizer: Any = self._trainable.slot(None).optimizer
-        optimizer._adamw.state.clear()
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
+        await super().restore(folder, adapter, optimizer)
+        stepper: Any = self._trainable.slot(None).optimizer
+        stepper._adamw.state.clear()
 
 
 class SavesNoHead(TorchCritic):

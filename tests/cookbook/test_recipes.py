@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=CONTEXT,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=cast("int", tokenizer.eos_token_id),
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -58,8 +58,8 @@ class Diary(testing.FakePolicy):
         if self.place and self.place.is_dir():
             (self.place / "diary.json").write_bytes(msgspec.json.encode(self.copied))
 
-    async def restore(self, folder: str, adapter: str | None = None) -> None:
-        await super().restore(folder, adapter)
+    async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
+        await super().restore(folder, adapter, optimizer)
         self.trained = msgspec.json.decode(Path(folder, "diary.json").read_bytes(), type=list[list[int]])
 
     async def save(self, folder: str, adapter: str | None = None) -> None:

@@ -7,6 +7,7 @@ import pytest
 import tinker
 import torch
 from tinker import types
+from tinker.types import LossFnType
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ def dro(p: Tensor, q: Tensor, a: Tensor, m: Tensor, beta: float = 0.05) -> Tenso
 
 
 BOUNDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
-CASES: dict[str, tuple[str, Any, dict[str, float] | None]] = {
+CASES: dict[str, tuple[LossFnType, Any, dict[str, float] | None]] = {
     "cross_entropy": ("cross_entropy", lambda p, q, a, m: -(a * p).sum(), None),
     "importance_sampling": ("importance_sampling", lambda p, q, a, m: -((p - q).exp() * a).sum(), None),
     "ppo": ("ppo", ppo, None),

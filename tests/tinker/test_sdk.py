@@ -105,7 +105,7 @@ def test_a_sample_tells_log_probs_and_the_most_probable_tokens(service: tinker.S
     logits = network(torch.tensor([[1, 5, 3]])).logits[0].log_softmax(-1).detach()
     assert drawn.prompt_logprobs is not None
     assert drawn.topk_prompt_logprobs is not None
-    np.testing.assert_allclose(drawn.prompt_logprobs[1:], logits[[0, 1], [5, 3]].numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.array(drawn.prompt_logprobs[1:], float), logits[[0, 1], [5, 3]].numpy(), atol=1e-5)
     assert drawn.topk_prompt_logprobs[0] is None
     best = logits[1].topk(4)
     assert [token for token, _ in drawn.topk_prompt_logprobs[2] or []] == best.indices.tolist()
@@ -117,7 +117,7 @@ def test_a_sample_tells_log_probs_and_the_most_probable_tokens(service: tinker.S
         ids = torch.tensor([[1, 5, 3, *sequence.tokens]])
         right = network(ids).logits[0].log_softmax(-1).detach()
         own = [float(right[2 + place, token]) for place, token in enumerate(sequence.tokens)]
-        np.testing.assert_allclose(sequence.logprobs, own, atol=1e-5)
+        np.testing.assert_allclose(np.array(sequence.logprobs, float), own, atol=1e-5)
         assert sequence.topk_logprobs is not None
         assert [len(each or ()) for each in sequence.topk_logprobs] == [2] * len(sequence.tokens)
         assert (sequence.stop_reason == "length") == (
@@ -138,7 +138,7 @@ def test_a_state_is_loaded_with_its_optimizer_or_without(
     assert found[0]["loss"] == right[0]["loss"]
     assert found[1]["loss"] != right[1]["loss"]  # the first step had other moments
     with pytest.warns(FutureWarning):
-        training.load_state_with_optimizer(path).result()
+        training.load_state_with_optimizer(path).result()  # pyright: ignore[reportDeprecated]
     assert [step(training), step(training)] == right
 
 
@@ -201,7 +201,7 @@ async def test_async_clients_have_several_requests_under_way(url: str) -> None:
         for future in (training.forward_backward([ROW], "cross_entropy"), training.optim_step(ADAM))
     ]
     found = await asyncio.gather(*futures)
-    sums = [each.metrics["loss:sum"] for each in found[::2]]
+    sums = [(each.metrics or {})["loss:sum"] for each in found[::2]]
     assert sums == sorted(sums, reverse=True)
     sampler = await training.save_weights_and_get_sampling_client()
     draws = [sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=4)) for _ in range(8)]

@@ -64,8 +64,8 @@ def test_what_one_has_the_other_cannot_read(shared: str) -> None:
     body = {"request_id": f"{training.model_id}:0"}
     answer = post(shared, "retrieve_future", json.dumps(body).encode(), X_API_Key=KEYS["two"])
     assert (answer[0], "there is no model" in answer[1]["error"]) == (404, True)
-    body = {"model_id": training.model_id, "seq_id": 9, "adam_params": {}}
-    assert post(shared, "optim_step", json.dumps(body).encode(), X_API_Key=KEYS["two"])[0] == 404
+    late = {"model_id": training.model_id, "seq_id": 9, "adam_params": {}}
+    assert post(shared, "optim_step", json.dumps(late).encode(), X_API_Key=KEYS["two"])[0] == 404
     rest = tinker.RestClient(base_url=shared, api_key=KEYS["one"])
     rest.publish_checkpoint_from_tinker_path(path).result()
     sampler = other.create_sampling_client(model_path=path).result()

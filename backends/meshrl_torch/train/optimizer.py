@@ -80,8 +80,8 @@ class Optimizer(Stepper):
     def step(self, predicts: Predicts, settings: OptimizerConfig, scale: float = 1.0) -> float:
         """Clip the gradients, step, and drop them. ModelError, and no step, if their norm is not finite."""
         gradients = [each.grad for each in self.masters if each.grad is not None]
-        if scale != 1:
-            torch._foreach_mul_(gradients, scale)
+        for gradient in gradients if scale != 1 else ():
+            gradient.mul_(scale)
         total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):

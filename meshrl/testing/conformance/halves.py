@@ -40,9 +40,9 @@ async def any_number_of_calls(trial: Trial) -> None:
             actual, expected = result.rows.ragged("logprobs"), scored.select(rows).values
             equal(f"{what}: the source of `logprobs`", actual.source, scored.source)
             close(f"{what}: `logprobs`", actual.values, np.where(mask, expected, 0), trial.tolerance)
-        if loss.normalise == "sum":
-            losses = result.rows.ragged("losses").values.sum()
-            close(f"{what}: the sum of `losses`", losses, np.array(result.metrics["loss"]), trial.tolerance)
+            if loss.normalise == "sum":
+                losses = result.rows.ragged("losses").values.sum()
+                close(f"{what}: the sum of `losses`", losses, np.array(result.metrics["loss"]), trial.tolerance)
         close_metrics(what, await own.step(), await plain.update(batch, loss), trial.tolerance)
         await _same_weights(f"after {what}", trial, policies)
     both: list[tuple[Batch, Loss]] = [(batches[1], LOSS), (batches[2], CrossEntropy())]
