@@ -235,10 +235,17 @@ class EngineSampler(Sampler):
     async def load(self, weights: Weights) -> Batch:
         """Put the weights into shared memory while the engine decodes. It takes them between two steps.
 
-        ModelError, and the old ones stay in use, if they are of another model or differ from the sent bytes. If the
-        engine then computes something else than the policy, it is ended. A broadcast is received between two steps, by
-        engines that can. If only part of it arrives, the engine decodes nothing until others come.
+        ModelError, and the old ones stay in use, if they are an adapter's alone, of another model, or differ from the
+        sent bytes. If the engine then computes something else than the policy, it is ended. A broadcast is received
+        between two steps, by engines that can. If only part of it arrives, the engine decodes nothing until others
+        come.
         """
+        if weights.adapter is not None:
+            raise ModelError(
+                f"weights of version {weights.version} were not loaded, because they are those of the adapter "
+                f"{weights.adapter.name!r} alone, and the backend {self.kind.backend!r} needs whole weights: set "
+                'sync = "merged" for this adapter at the policy, or use sampler.backend = "torch"'
+            )
         if self._lends:
             return places_of({}, 0)
         async with self._loading:

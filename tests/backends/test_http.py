@@ -7,11 +7,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from meshrl import Batch, NewModel, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
+from meshrl.data import AdapterOf
 from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, ModelError
 from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
@@ -229,6 +231,15 @@ def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm,
         assert {path.name for path in Path(last).iterdir()} >= {"config.json", "model-00001.safetensors"}
         assert set(rows.versions[0][-4:].tolist()) == {3}
     assert not list(tmp_path.iterdir()), "its folders go with it"
+
+
+def test_an_adapter_alone_is_refused_in_words_and_not_by_its_tensors(server: Vllm, tmp_path: Path) -> None:
+    alone = Weights(5, {"layer.lora_A.weight": np.zeros((2, 2), np.float32)}, AdapterOf("maths", 2, 4))
+    server.tag = "default"
+    with sampling(server.url, weights=str(tmp_path)) as sampler:
+        with pytest.raises(ModelError, match=r"version 5 .* adapter 'maths' alone, .* 'http' needs whole weights"):
+            asyncio.run(sampler.load(alone))
+        assert set(drawn(sampler).versions[0][-4:].tolist()) == {0}
 
 
 def test_a_row_goes_on_with_new_weights_and_nothing_cached_of_old_ones(server: Vllm, tmp_path: Path) -> None:
