@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
-from meshrl.data import Batch, Weights
+from meshrl.data import BASE, Batch, Weights
 from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
@@ -293,14 +293,24 @@ class Schedule:
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, if it keeps one."""
-newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
-"""Newest weights of samplers whose ranks come and go, or are away. A rank that comes gets them."""
+Loaded: TypeAlias = Mapping[str, Weights]
+"""The newest weights of each adapter by name, and those of the whole model first, as `BASE`."""
+
+newest: Final[WeakKeyDictionary[Sampler, Loaded]] = WeakKeyDictionary()
+"""Newest weights of samplers that have adapters, or whose ranks come and go, or are away. A rank that comes gets them.
+"""
+
+
+def renewed(loaded: Loaded, weights: Weights) -> Loaded:
+    """Return the newest weights with these ones in place of those of the same adapter."""
+    name = BASE if weights.adapter is None else weights.adapter.name
+    return dict(sorted({**loaded, name: weights}.items(), key=lambda each: each[0]))
 
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
     """Load weights into a sampler, at the place that a replayed schedule has. `load`: replaces the sampler's."""
-    if min_ranks(sampler) or sampler in newest:
-        newest[sampler] = weights
+    if min_ranks(sampler) or sampler in newest or weights.adapter is not None:
+        newest[sampler] = renewed(newest.get(sampler, {}), weights)
     if load is None:
         weights = weights.read_by(sum(not is_away(replica) for replica in replicas(sampler)))
     current = schedule.get()

@@ -25,7 +25,7 @@ from meshrl.errors import (
 )
 from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, leave_out, min_ranks, replicas, respawn, take_in
-from meshrl.overlap.replay import measured, newest
+from meshrl.overlap.replay import Loaded, measured, newest, renewed
 from meshrl.overlap.stream_state import StreamState
 from meshrl.roles import Sampler
 
@@ -64,7 +64,7 @@ class Replicas:
         """Unavailable replicas, with the error that ended them. None if they were never available."""
         self._idle = [0] * len(self.each)
         """Number of successive incarnations of each replica that ended without a row."""
-        self._weights: Weights | None = None
+        self._weights: Loaded = {}
         """The newest weights, which a restarted replica gets."""
         self._changing = asyncio.Lock()
         """Held while weights are loaded, or a replica is taken in."""
@@ -85,7 +85,7 @@ class Replicas:
     def end(self) -> None:
         """Store the weights for the next restart of an absent replica, because no stream manages the replicas now."""
         self._restarts = False
-        if self._away and self._weights is not None:
+        if self._away and self._weights:
             newest[self._state.sampler] = self._weights
 
     @property
@@ -120,7 +120,7 @@ class Replicas:
     async def load(self, weights: Weights) -> Batch | None:
         """Load weights into all available replicas, and later into each new one. Returns the results, if any."""
         async with self._changing:
-            self._weights = weights
+            self._weights = renewed(self._weights, weights)
             given = weights.read_by(len(self.available))
             places = await self._on_each(lambda replica: replica.load(given))
             return Batch.concat(places) if places else None
@@ -152,7 +152,7 @@ class Replicas:
     def _accept_loss(self, number: int, error: Exception) -> None:
         """Count the error, or raise it if its loss cannot be repeated."""
         alone = len(self._away.keys() | {number}) == len(self.each)
-        unknown = self._weights is None and alone  # no replica has its weights
+        unknown = not self._weights and alone  # no replica has its weights
         if self._min_ranks and not unknown and (died(error) or number in self._away):
             log.warning("a replica of the sampler is away, and its rows are sampled again elsewhere", error=str(error))
             return
@@ -185,8 +185,7 @@ class Replicas:
                 await respawn(self.each[number])
                 await self._state.condition.wait_quietly_for(partial(self._has_other_weights, lost))
                 async with self._changing:
-                    given = self._weights
-                    if given is not None:
+                    for given in self._weights.values():
                         await measured(await self.each[number].load(given))  # no schedule replays this
                     self._take_in(number)
                 return
@@ -202,8 +201,8 @@ class Replicas:
                 self._away[number] = failure
 
     def _has_other_weights(self, lost: Weights | None) -> bool:
-        """True if there are weights other than these. With None, True if there are any."""
-        return self._weights is not lost
+        """True if there are weights, and none of them are these."""
+        return bool(self._weights) and all(weights is not lost for weights in self._weights.values())
 
     def _take_in(self, number: int) -> None:
         del self._away[number]
@@ -322,12 +321,13 @@ async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
             leave_out(each[error.rank])
 
 
-async def _bring_back(each: Sequence[Sampler], enough: int, weights: Weights) -> None:
+async def _bring_back(each: Sequence[Sampler], enough: int, loaded: Loaded) -> None:
     """Restart replicas until `enough` of them are available."""
 
     async def again(replica: Sampler) -> None:
         await respawn(replica)
-        await measured(await replica.load(weights))
+        for weights in loaded.values():
+            await measured(await replica.load(weights))
         take_in(replica)
 
     coming = [asyncio.ensure_future(again(replica)) for replica in each]

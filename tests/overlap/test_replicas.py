@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import meshrl as rl
+from meshrl.data import AdapterOf
 from meshrl.errors import ConfigError, ContractError, DataError, DataLost, OtherVersions, RankDied, RankFailed
 from meshrl.mesh import CollectiveActor, Member, parts, replicas
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
@@ -96,6 +97,45 @@ def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -
     assert labels(simulate(lambda: outlives(Late, FragileEngine(0), policy=Sending(POLICY)))) == EVERY
     assert len(refused) == 1
     assert taken[0] > refused[0]
+
+
+@pytest.mark.parametrize("min_ranks", [0, 1])
+def test_a_replica_that_comes_back_gets_the_newest_weights_of_every_adapter(min_ranks: int) -> None:
+    lives, taken = count(), list[tuple[int, str, int]]()
+
+    class Adapted(FakePolicy):
+        async def weights(self, adapter: str | None = None) -> rl.Weights:
+            made = await super().weights()
+            of = AdapterOf(adapter, 2, 4) if adapter else None
+            return rl.Weights.of(made.version, made.buckets, adapter=of)
+
+    class Told(FakeSampler):
+        def __init__(self, config: rl.SamplerConfig) -> None:
+            super().__init__(config)
+            self._life = next(lives)
+
+        async def load(self, weights: rl.Weights) -> rl.Batch:
+            taken.append((self._life, weights.adapter.name if weights.adapter else "", weights.version))
+            return await super().load(weights)
+
+    async def story() -> None:
+        engine, policy = FragileEngine(0), Adapted(POLICY)
+        sampler = await spawned(delayed(Told, generate=1.0), engine, 2, min_ranks)
+        await rl.publish(policy, sampler, adapter="b")
+        await rl.publish(policy, sampler, adapter="a")
+        async with rl.rollouts(sampler, prompts(6, 4), rl.Sampling(n=2), ahead=1, retries=1) as stream:
+            await rl.publish(policy, stream)
+            async for batch in stream:
+                await policy.update(await batch.load(), rl.CrossEntropy())
+                await rl.publish(policy, stream, adapter="b")
+                if policy.version == 2:
+                    engine.kill(1)
+
+    simulate(story)
+    again = [(name, version) for life, name, version in taken if life == 2]
+    assert again[:2] == [("", 0), ("a", 0)]
+    assert again[2][0] == "b"
+    assert again[2][1] >= 2
 
 
 def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:
