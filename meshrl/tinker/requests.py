@@ -238,7 +238,7 @@ class Sample(msgspec.Struct, frozen=True, tag="sample"):
 
     prompt: ModelInput
     sampling_params: SamplingParams
-    num_samples: Annotated[int, msgspec.Meta(gt=0)] = 1
+    num_samples: Annotated[int, msgspec.Meta(gt=0, le=1024)] = 1
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
