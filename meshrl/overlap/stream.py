@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 
 from meshrl import log
-from meshrl.data import Batch, Weights, lengths, why_unknown
+from meshrl.data import BASE, Batch, Weights, lengths, why_unknown
 from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
@@ -109,6 +109,8 @@ class Rollouts:
         self._begun = False
         self._swapping = asyncio.Lock()
         self._announced: list[_Ticket] = []
+        self._counted: str | None = None
+        """The adapter whose publications are counted, or `BASE`. None before the first one that counts."""
         self._gauges: dict[str, int] = {}
         self._emitted = self.ledger.dropped.copy()
         """Dropped groups that an event has counted."""
@@ -213,10 +215,15 @@ class Rollouts:
                 self.ledger.withdraw(ticket.counts)
 
     async def load(self, weights: Weights) -> None:
-        """Give the sampler new weights, as `publish` does, once for each batch. DataError if their version falls."""
+        """Give the sampler new weights, as `publish` does, once for each batch.
+
+        DataError if their version falls. From the first draw on, all are those of one adapter, or the whole model's.
+        """
         ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
         try:
             async with self._swapping:
+                if ticket.counts:
+                    self._check_adapter(weights)
                 self.ledger.check(weights.version)
                 await self._condition.wait_for(
                     lambda: self._decisions.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
@@ -229,10 +236,22 @@ class Rollouts:
             self.ledger.withdraw(ticket.counts)
             raise
         if ticket.counts:
+            self._counted = BASE if weights.adapter is None else weights.adapter.name
             self.ledger.publish(weights.version)
         if self._cursor:
             self._cursor.publish(self, weights.version, counts=ticket.counts)
         self._condition.notify_all()
+
+    def _check_adapter(self, weights: Weights) -> None:
+        """Raise DataError for other weights than those that the stream counts."""
+        name = BASE if weights.adapter is None else weights.adapter.name
+        counted = name if self._counted is None else self._counted
+        if name != counted:
+            raise DataError(
+                f"weights of {_named(name)} (version {weights.version}) were published to a stream that counts the "
+                f"publications of {_named(counted)}: the age of a token is a number of publications, which must all be "
+                "of one adapter. Open a stream for each adapter, or publish the others before the stream's first batch"
+            )
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -389,6 +408,10 @@ class Rollouts:
             if self._gauges.get(name) != value:
                 gauge(name, value)
         self._gauges = now
+
+
+def _named(adapter: str) -> str:
+    return f"the adapter {adapter!r}" if adapter else "the whole model"
 
 
 def _log_waits() -> None:

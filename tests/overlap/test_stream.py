@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.data import AdapterOf
 from meshrl.errors import DataError, EngineDied
 from meshrl.mesh import running_calls, slow_calls
 from meshrl.overlap import read_schedule
@@ -269,6 +270,26 @@ def test_mistakes_are_told() -> None:
     for told, wrong in table.items():
         with pytest.raises(DataError, match=told):
             simulate(wrong)
+
+
+async def test_a_stream_counts_the_publications_of_one_adapter() -> None:
+    class Adapted(FakePolicy):
+        async def weights(self, adapter: str | None = None) -> rl.Weights:
+            made = await super().weights()
+            return rl.Weights.of(made.version, made.buckets, adapter=AdapterOf(adapter, 2, 4) if adapter else None)
+
+    policy, sampler = Adapted(POLICY), FakeSampler(SAMPLER)
+    async with rl.rollouts(sampler, prompts(2), SAMPLING) as stream:
+        for name in ("a", "b", None):
+            await rl.publish(policy, stream, adapter=name)  # all that there are, before the first batch
+        for age in range(2):
+            batch = await anext(stream)
+            assert (stream.ledger.version, set(batch.row("staleness").tolist())) == (age, {0})
+            await policy.update(batch, rl.CrossEntropy())
+            await rl.publish(policy, stream, adapter="a")
+            for other, told in (("b", "the adapter 'b'"), (None, "the whole model")):
+                with pytest.raises(DataError, match=rf"of {told} \(version {age + 1}\) were .* of the adapter 'a'"):
+                    await rl.publish(policy, stream, adapter=other)
 
 
 async def test_a_stream_is_used_inside_its_block_alone_and_weights_are_published_to_it() -> None:
