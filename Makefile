@@ -123,7 +123,7 @@ test-sglang: setup .venv-sglang/.done  ## the SGLang backend, on SGLang for CPUs
 test-clients: .venv-clients/.done  ## agents of real frameworks, such as LangGraph, in a separate environment
 	.venv-clients/bin/pytest -n 2 tests/clients
 
-test-tinker: .venv-tinker/.done setup  ## recipes of tinker-cookbook, unmodified, on a server of a small model
+test-tinker: .venv-cookbook/.done setup  ## recipes of tinker-cookbook, unmodified, on a server of a small model
 	$(BIN)/pytest -n 2 tests/cookbook
 
 lint: ruff mypy pyright  ## formatting, lint, both type checkers
@@ -169,7 +169,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv-tinker/.done: requirements-tinker.txt
+.venv-cookbook/.done: requirements-cookbook.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@

@@ -24,11 +24,12 @@ import typer.main
 
 import meshrl as rl
 from meshrl.cli import app
-from meshrl.config import Table
+from meshrl.config import Table, validate
 from meshrl.errors import ConfigError
 from meshrl.run import find_config, load_job, shipped_configs
 from meshrl.run.jobs import make_job
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
+from meshrl.tinker import ServedConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -153,6 +154,10 @@ def test_the_keys_of_configurations_on_pages_exist(tmp_path: Path) -> None:
         write_files(page, folder)
         table = tomllib.loads(block)
         if "project" in table:  # it is for a pyproject.toml
+            continue
+        if "tinker" in table:
+            models: Table = {"policy": {"model": "m"}, "sampler": {"model": "m"}}
+            validate(ServedConfig, {**models, **table}, folder / "mine.toml", folder=folder)
             continue
         found: list[str] = []
         for base in [{}] if "algorithm" in table else shipped:

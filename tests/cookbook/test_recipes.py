@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from tests.first_hour.hub_server import Files, serving
 from tests.tinker.served import KEY, served, table
 
-PYTHON = Path(__file__).parents[2] / ".venv-tinker/bin/python"
+PYTHON = Path(__file__).parents[2] / ".venv-cookbook/bin/python"
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="the cookbook is in an environment of its own")
 
 MODEL = "Qwen/Qwen3-8B-Base"

@@ -12,8 +12,8 @@ from tests.packaging.test_contents import EXTRAS
 
 pytestmark = pytest.mark.process
 
-NAMES = ("agents.", "engines.ray", "testing.conformance", "run.trackers.otlp", "observe.server")
-"""Modules that an extra is needed for. `meshrl.agents` itself loads them when they are asked for."""
+NAMES = ("agents.", "engines.ray", "testing.conformance", "run.trackers.otlp", "observe.server", "tinker.")
+"""Modules that an extra is needed for. `meshrl.agents` and `meshrl.tinker` load them when they are asked for."""
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 import meshrl.errors
@@ -73,7 +73,11 @@ for arguments, extra in {NEEDS!r}:
             main(["run", "grpo/quickstart", *arguments])
         except SystemExit as ended:
             told.append([extra, ended.code, err.getvalue()])
-for code, extra in (("from meshrl.agents import Gateway", "agents"), ("import meshrl.testing.conformance", "torch")):
+for code, extra in (
+    ("from meshrl.agents import Gateway", "agents"),
+    ("from meshrl.tinker import serve", "tinker"),
+    ("import meshrl.testing.conformance", "torch"),
+):
     try:
         exec(code)
     except meshrl.errors.BackendError as error:
@@ -88,7 +92,7 @@ def test_each_module_is_there_without_an_extra_and_what_needs_one_says_what_to_t
     assert done.returncode == 0, done.stderr
     count, told = map(json.loads, done.stdout.splitlines()[-2:])
     assert count > 150
-    assert [extra for extra, _, _ in told] == [*(extra for _, extra in NEEDS), "agents", "torch"]
+    assert [extra for extra, _, _ in told] == [*(extra for _, extra in NEEDS), "agents", "tinker", "torch"]
     for extra, status, err in told:
         assert (status, "Traceback" in err) == (1, False), err
         assert f"pip install 'meshrl[{extra}]'" in err, err
@@ -109,6 +113,7 @@ USES = {
     "otlp": (*RUN, *FAKES, "run.otlp=http://127.0.0.1:9"),
     "ray": (*RUN, *FAKES, "run.engine=ray"),
     "tasks": (*RUN, *FAKES, "task.source=reasoning_gym:spell_backward", "task.prompt={question}"),
+    "tinker": ("python", "-c", "from meshrl.tinker import serve; serve"),
     "torch": (*RUN, MODEL),
     "trackio": (*RUN, *FAKES, "run.log=trackio"),
     "wandb": (*RUN, *FAKES, "run.log=wandb"),
