@@ -7,7 +7,7 @@ named after the number of its last request.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -82,16 +82,33 @@ class Journal:
                     raise DataError(f"{path} is of another version of meshrl: {error}") from error
 
     def add(self, record: Record) -> Place:
-        """Write a record. Raises OSError, and keeps nothing of it, if the disk is full."""
-        raw = _encoder.encode(record)
-        start = self._file.append(_HEAD.pack(len(raw), xxh3_64_intdigest(raw)) + raw) + _HEAD.size
-        self.nbytes = self._file.tell()
-        return Place(self._file.path, start, len(raw))
+        """Write a record.
 
-    def begin(self, start: int, kept: int) -> None:
-        """Begin a file for what follows the request `start`, and remove files that end before the request `kept`."""
+        Keeps nothing of it, and raises OSError if the disk is full, and DataError if it could not be read again.
+        """
+        place = _added(self._file, record)
+        self.nbytes = self._file.tell()
+        return place
+
+    def begin(self, start: int, kept: int, first: Iterable[Record]) -> None:
+        """Begin a file for what follows the request `start`, and remove files that end before the request `kept`.
+
+        `first`: its first records. If they cannot be written, OSError, and the journal goes on in the file that it had.
+        """
+        path = self._folder / _NAME.format(start)
+        if path == self._file.path:
+            return
+        path.unlink(missing_ok=True)  # what such an error left
+        begun = self._open(start)
+        try:
+            for record in first:
+                _added(begun, record)
+        except (DataError, OSError):
+            begun.close()
+            path.unlink()
+            raise
         self._file.close()
-        self._file = self._open(start)
+        self._file = begun
         self.nbytes = self._file.tell()
         starts = self._starts()
         for before, after in pairwise(starts):
@@ -101,6 +118,16 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _added(file: "_Appended", record: Record) -> Place:
+    raw = _encoder.encode(record)
+    try:
+        _decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise DataError(f"request {record.number} cannot be kept: {error}") from error
+    start = file.append(_HEAD.pack(len(raw), xxh3_64_intdigest(raw)) + raw) + _HEAD.size
+    return Place(file.path, start, len(raw))
 
 
 def record_at(place: Place) -> Record | None:

@@ -60,6 +60,8 @@ class ModelQueue:
         """The number of the last request in the newest state on disk. -1 before there is one."""
         self.accumulating = False
         """True if there are gradients of which no step was made, so that no state can be written."""
+        self.changing = False
+        """True while a request changes the model in the trainer: if it fails, nobody knows how far it came."""
         self.steps = 0
         """Optimizer steps since that state."""
         self.closed = False
@@ -72,11 +74,8 @@ class ModelQueue:
         self._done: dict[int, asyncio.Event] = {}
         self._begun: Pending | None = None
 
-    def restore(self, state: int) -> list[Pending]:
-        """Read the journal after a restart, and return the requests after a state that had been applied already.
-
-        They have to be applied again, in order, before `take`. Their results are known, if they had been told.
-        """
+    def restore(self, state: int) -> None:
+        """Read the journal after a restart, and go on behind the requests whose results are known."""
         self.state = state
         asked: dict[int, Pending] = {}
         for record, place in self.journal.records():
@@ -92,18 +91,25 @@ class ModelQueue:
             if number >= self.next:
                 self._waiting[number] = pending
                 self._room.take(self.tenant, pending.nbytes, known=True)
-        return [asked[number] for number in range(state + 1, self.next)]
 
     def applied(self) -> list[Pending]:
-        """Return the requests since the newest state that were applied, from the journal."""
-        found = (record for record, _ in self.journal.records() if isinstance(record, Asked))
-        asked = {each.number: Pending(each.number, each.request, 0) for each in found}
-        return [asked[number] for number in range(self.state + 1, self.next)]
+        """Return the requests since the newest state that succeeded, from the journal.
+
+        What a request that failed did to the model was undone, and its client may have sent it again.
+        """
+        asked: dict[int, Pending] = {}
+        succeeded: set[int] = set()
+        for record, _ in self.journal.records():
+            if isinstance(record, Asked):
+                asked[record.number] = Pending(record.number, record.request, 0)
+            elif not isinstance(record.result, Failure):
+                succeeded.add(record.number)
+        return [asked[number] for number in range(self.state + 1, self.next) if number in succeeded]
 
     def add(self, number: int, request: Request) -> bool:
         """Take a request. Returns False if it is a repetition.
 
-        Raises Conflict if another one has its number, and Busy if there is no room.
+        Raises Conflict if another one has its number, Busy if there is no room, and DataError if it cannot be kept.
         """
         digest = _digest(request)
         known = self._digests.get(number)
@@ -118,7 +124,7 @@ class ModelQueue:
         self._room.take(self.tenant, nbytes, known=number == self.next)
         try:
             self.journal.add(Asked(number, request))
-        except OSError:
+        except (DataError, OSError):
             self._room.give(self.tenant, nbytes)
             raise
         self._digests[number] = digest
@@ -147,10 +153,11 @@ class ModelQueue:
 
     def stored(self, state: int) -> None:
         """Note that a state with all requests up to this number is on disk. The journal goes on in a new file."""
-        before, self.state, self.steps = self.state, state, 0
-        self.journal.begin(state, kept=before)
-        for number in sorted(self._waiting):
-            self.journal.add(Asked(number, self._waiting[number].request))
+        before = self.state
+        self.journal.begin(
+            state, before, [Asked(number, self._waiting[number].request) for number in sorted(self._waiting)]
+        )
+        self.state, self.steps = state, 0
         for number in [each for each in self._digests if each <= before]:
             self._digests.pop(number)
             self._results.pop(number, None)

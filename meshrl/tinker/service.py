@@ -13,7 +13,7 @@ from typing import Final, Literal, cast
 import msgspec
 
 from meshrl import log
-from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
+from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed, described
 from meshrl.events import Request as RequestEvent
 from meshrl.events import sink
 from meshrl.run import is_machine_fault
@@ -57,8 +57,6 @@ class Service:
         self.models: Final = models
         self._room = room
         self._queues: dict[str, ModelQueue] = {}
-        self._redo: dict[str, list[Pending]] = {}
-        """By model that is not in the trainer, the requests after its state that were applied already."""
         self._resident: dict[str, None] = {}
         """The models in the trainer, the one that was used last at the end."""
         self._store: set[str] = set()
@@ -155,7 +153,7 @@ class Service:
         self.model(tenant, model)
         folder = self.library.shelf(tenant).model_folder(model)
         queue = ModelQueue(model, tenant, Journal(folder), self._room)
-        self._redo[model] = queue.restore(_newest(folder))
+        queue.restore(_newest(folder))
         self._queues[model] = queue
         self.worker.add(queue)
         return queue
@@ -203,7 +201,14 @@ class Service:
             if is_machine_fault(error):
                 raise
             failure = failure_of(error)
-            if len(group) > 1 and failure.category == "user":  # one of them does not fit, and nothing has changed
+            is_begun = any(queue.changing for queue, _ in group)
+            for queue, pending in group:
+                refused = failure.category == "user" and isinstance(pending.request, Pass)
+                if queue.changing and not refused:
+                    await self._leave(queue)  # whatever it has changed is undone
+                queue.changing = False
+            if len(group) > 1 and (failure.category == "user" or not is_begun):
+                # One of them does not fit, or cannot be brought, and nothing has changed.
                 return [each for one in group for each in await self._guarded([one])]
             return [failure] * len(group)
 
@@ -211,9 +216,11 @@ class Service:
         """Add the gradients of requests of several models in one call."""
         requests = [cast("Pass", pending.request) for _, pending in group]
         loss, batches = loss_of(requests[0]), [batch_of(each) for each in requests]
+        for queue, _ in group:
+            queue.changing = True
         rows = await self.models.forward_backward([queue.model for queue, _ in group], batches, loss)
         for queue, _ in group:
-            queue.accumulating = True
+            queue.changing, queue.accumulating = False, True
         return [
             passed(request, batch.ragged("logprobs"), batch.ragged("losses"))
             for request, batch in zip(requests, rows, strict=True)
@@ -227,13 +234,22 @@ class Service:
             return
         while len(self._resident) >= self.models.most:
             await self._park(self._queues[next(iter(self._resident))])
-        shelf = self.library.shelf(queue.tenant)
         await self.models.create(self.model(queue.tenant, queue.model))
+        try:
+            await self._restored(queue)
+        except (MeshrlError, OSError) as error:
+            if not is_machine_fault(error):
+                await self._leave(queue)  # it is not as its client knows it, so nothing may be applied to it
+            raise
         self._resident[queue.model] = None
+
+    async def _restored(self, queue: ModelQueue) -> None:
+        """Give a new model in the trainer its newest state, and apply the requests again that succeeded since."""
+        queue.steps = 0
         if queue.state >= 0:
-            state = shelf.model_folder(queue.model) / _STATE.format(queue.state)
+            state = self.library.shelf(queue.tenant).model_folder(queue.model) / _STATE.format(queue.state)
             await self.models.read_state(queue.model, state, optimizer=True)
-        redo = self._redo.pop(queue.model, [])
+        redo = queue.applied() if queue.state < queue.next - 1 else []
         if redo:
             log.info(f"{queue.model}: {len(redo)} requests after its last state are applied again")
         for done in redo:
@@ -241,19 +257,44 @@ class Service:
                 await self._changed(queue, done.request)
             except (MeshrlError, OSError) as error:
                 if is_machine_fault(error):
-                    raise  # a request that failed before fails again, and changes as little
+                    raise
+                raise MeshrlError(
+                    f"request {done.number} of {queue.model} succeeded before, and after state {queue.state} it cannot "
+                    f"be applied again: {described(error)}. Restore what it needs, or load a checkpoint into another "
+                    "model"
+                ) from error
 
     async def _park(self, queue: ModelQueue) -> None:
         """Make room in the trainer. What is in no state is applied again when the model is brought back."""
-        await self._write_state(queue)
-        if queue.state < queue.next - 1:
-            self._redo[queue.model] = queue.applied()
-        await self.models.drop(queue.model)
-        queue.accumulating = False
-        del self._resident[queue.model]
+        try:
+            await self._write_state(queue)
+        except (MeshrlError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            self._warn(queue, error)
+        await self._leave(queue)
+
+    async def _leave(self, queue: ModelQueue) -> None:
+        """Take a model out of the trainer, as if it had never been there. Its state and its journal are on disk."""
+        self._resident.pop(queue.model, None)
+        queue.accumulating = queue.changing = False
+        try:
+            await self.models.drop(queue.model)
+        except (MeshrlError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            log.warning(f"{queue.model} cannot be dropped from the trainer", error=described(error))
+
+    def _warn(self, queue: ModelQueue, error: Exception) -> None:
+        log.warning(
+            f"no state of {queue.model} can be written: its journal since request {queue.state} is kept",
+            error=described(error),
+        )
 
     async def _after(self, queue: ModelQueue) -> None:
         """Write a state if it is due."""
+        if queue.model not in self._resident:
+            return
         due = queue.steps >= self.config.tinker.state_every or queue.journal.nbytes > _JOURNAL_BYTES
         if due or queue.model in self._store:
             await self._write_state(queue)
@@ -268,6 +309,7 @@ class Service:
         library.clear(part)
         await self.models.write_state(queue.model, part)
         await asyncio.to_thread(library.sync, part)
+        library.clear(state)  # one that was written before, of which the journal could not take note
         part.rename(state)
         kept = queue.state
         queue.stored(number)
@@ -285,14 +327,16 @@ class Service:
             if request.adam_params is None:
                 kind = (request.optimizer_params or {}).get("type")
                 raise DataError(f"this server has no optimizer {kind!r}: send AdamParams")
-            queue.accumulating = False  # whatever comes of it, no gradients are left
+            queue.changing = True
             metrics = await self.models.step(model, request.adam_params)
+            queue.changing = queue.accumulating = False
             queue.steps += 1
             return Plain({"metrics": dict(metrics), "type": "optim_step"})
         if isinstance(request, Load):
             _, folder = self.library.find(queue.tenant, request.path)
+            queue.changing = True
             await self.models.read_state(model, folder / "state", optimizer=request.optimizer)
-            queue.accumulating = False
+            queue.changing = queue.accumulating = False
             self._store.add(model)  # so that the checkpoint is not needed again
             return Plain({"path": request.path, "model_id": model, "type": "load_weights"})
         return None

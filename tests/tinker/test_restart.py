@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import shutil
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,22 @@ import pytest
 from tinker import types
 
 from meshrl import Policy, Run, RunConfig, Sampler
+from meshrl.errors import Damaged, DataError
 from meshrl.tinker import ServedConfig
+from meshrl.tinker.journal import Asked, Journal
 from meshrl.tinker.library import Session
 from meshrl.tinker.models import Models, WholeModels
 from meshrl.tinker.queues import Room
-from meshrl.tinker.requests import Adam, Create, Datum, Load, OptimStep, Pass, Request, Save, Tensor
-from meshrl.tinker.results import Result
+from meshrl.tinker.requests import Adam, Create, Datum, Load, OptimStep, Pass, Refused, Request, Save, Tensor
+from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.service import Service
 from tests.tinker.served import client, datum, served, table
 
 MODEL = "session:train:0"
 
 
-def rows(number: int) -> Pass:
-    tokens = np.random.default_rng(number).integers(0, 11, 6).astype(np.int32)
+def rows(number: int, seed: int | None = None) -> Pass:
+    tokens = np.random.default_rng(number if seed is None else seed).integers(0, 11, 6).astype(np.int32)
     weights = Tensor(np.ones(5, np.float32).tobytes(), "float32", (5,))
     targets = Tensor(tokens[1:].astype(np.int64).tobytes(), "int64", (5,))
     inputs = {"target_tokens": targets, "weights": weights}
@@ -62,13 +64,15 @@ async def models(model: str, folder: Path) -> AsyncGenerator[tuple[Models, Serve
         yield made, config
 
 
-async def results(made: Models, config: ServedConfig, folder: Path) -> list[Result | None]:
+async def results(
+    made: Models, config: ServedConfig, folder: Path, requests: Sequence[Request] | None = None, first: int = 0
+) -> list[Result | None]:
     """All requests, one after the other, of a server over a folder. The results: None for one that was removed."""
     service = Service(config, made, folder, Room(100, 1 << 30, lambda _: 100))
     service.library.shelf("default").put_session(Session("session", 0.0))
     work = asyncio.create_task(service.run())
     found: list[Result | None] = []
-    for number, request in enumerate(asked()):
+    for number, request in enumerate(asked() if requests is None else requests, first):
         if isinstance(request, Create):
             service.create("default", request)
         else:
@@ -128,6 +132,64 @@ async def test_a_server_that_is_killed_at_any_await_applies_each_request_once(
                 assert all(path.read_bytes() == (kill / state / path.name).read_bytes() for path in files), kill.name
 
 
+class Failing:
+    """Models of which one call fails after all, though it was made."""
+
+    def __init__(self, models: Models, name: str, count: int) -> None:
+        self._models, self._name, self._left = models, name, count
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._models, name)
+        if name != self._name:
+            return value
+
+        async def call(*arguments: Any, **named: Any) -> Any:
+            found = await value(*arguments, **named)
+            self._left -= 1
+            if not self._left:
+                raise OSError(5, "Input/output error")
+            return found
+
+        return call
+
+
+async def test_a_request_that_failed_has_changed_nothing(model: str, tmp_path: Path) -> None:
+    adam = Adam(learning_rate=1e-2)
+    begin: list[Request] = [Create("session", 0, "tiny"), rows(1)]
+    step = lambda number: [OptimStep(MODEL, number, adam), Save(MODEL, number + 1, f"after-{number}")]  # noqa: E731
+    for name in ("right", "failed"):
+        (tmp_path / name).mkdir()
+
+    def saved(folder: str, name: str) -> list[bytes]:
+        files = sorted((tmp_path / folder / f"default/models/{MODEL}/weights/{name}/state").glob("*.safetensors"))
+        assert files
+        return [each.read_bytes() for each in files]
+
+    async with models(model, tmp_path / "run") as (made, config):
+        await results(made, config, tmp_path / "right", [*begin, rows(2), *step(3)])
+        failing: Any = Failing(made, "forward_backward", 2)
+        found = await results(failing, config, tmp_path / "failed", [*begin, rows(2), rows(3, seed=2), *step(4)])
+        assert [isinstance(each, Failure) for each in found] == [False, False, True, False, False, False]
+        assert saved("failed", "after-4") == saved("right", "after-3")
+        found = await results(made, config, tmp_path / "failed", [Save(MODEL, 6, "again"), rows(7), *step(8)], 6)
+        assert not any(isinstance(each, Failure) for each in found)
+        assert saved("failed", "again") == saved("right", "after-3")
+        failing = Failing(made, "read_state", 1)
+        found = await results(
+            failing, config, tmp_path / "failed", [Save(MODEL, 10, "lost"), Save(MODEL, 11, "end")], 10
+        )
+        assert [isinstance(each, Failure) for each in found] == [True, False]
+        assert saved("failed", "end") == saved("failed", "after-8")
+
+
+async def test_a_request_that_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(DataError, match="request 1 cannot be kept"):
+        journal.add(Asked(1, Refused(MODEL, 2**31, "bad")))
+    assert not list(journal.records())
+    journal.close()
+
+
 def test_a_client_goes_on_with_a_server_that_began_again(model: str, tmp_path: Path) -> None:
     tokens, adam = [1, 5, 3, 8], types.AdamParams(learning_rate=1e-2)
     row = datum(tokens, weights=[1.0] * 3)
@@ -163,9 +225,6 @@ def test_a_client_goes_on_with_a_server_that_began_again(model: str, tmp_path: P
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 async def test_a_journal_whose_end_was_cut_is_read_and_one_that_was_changed_is_not(damage: str, tmp_path: Path) -> None:
-    from meshrl.errors import Damaged  # noqa: PLC0415
-    from meshrl.tinker.journal import Asked, Journal  # noqa: PLC0415
-
     journal = Journal(tmp_path)
     for number in range(3):
         journal.add(Asked(number, rows(number)))
