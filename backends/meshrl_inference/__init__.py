@@ -29,4 +29,4 @@ MEMORY: Final = "meshrl_inference.memory:estimate"
 """Estimates the memory of a role's rank, without weights."""
 
 READS: Final = "meshrl_inference.reading:reads"
-"""Says whether the engine has code of its own for a role's model, without its values."""
+"""Says whether the engine has its own code for a role's model, without its values."""

@@ -1,4 +1,4 @@
-"""Whether an engine has code of its own for a model, by its sources, which need not be importable here."""
+"""Whether an engine has its own code for a model, by its sources, which need not be importable here."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ _PATIENCE: Final = 60.0
 
 
 def reads(config: SamplerConfig) -> str:
-    """Return "packed", or who reads a model for which the installed engine has no class of its own.
+    """Return "packed", or who reads a model for which the installed engine has no class.
 
     ModelError if the model's configuration cannot be read.
     """

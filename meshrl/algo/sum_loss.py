@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SumLoss(Config, ABC):
-    """The base of losses whose number is the sum over the learned tokens. They report no metrics of their own."""
+    """The base of losses whose number is the sum over the learned tokens. They report no other metrics."""
 
     @property
     def predicts(self) -> Predicts:

@@ -125,7 +125,7 @@ class Policy(Stateful, ABC):
     async def restore(self, folder: str, adapter: str | None = None, optimizer: bool = True) -> None:
         """Load what `checkpoint` wrote. The state of one adapter may become that of one with another name.
 
-        Without `optimizer`, only the weights are loaded, and the optimizer begins anew.
+        Without `optimizer`, only the weights are loaded, and the optimizer begins without moments.
 
         Raises ModelError, and changes nothing, if the state is of another model, or of adapters with another rank or
         other targets.

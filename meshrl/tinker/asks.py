@@ -55,7 +55,7 @@ class OfModel(msgspec.Struct, frozen=True):
 
 
 class Number(msgspec.Struct, frozen=True):
-    """The number of a request of a model, of which nothing else can be read."""
+    """The number of a request of a model. Nothing else of it can be read."""
 
     model_id: str
     seq_id: int

@@ -53,7 +53,7 @@ def _varint(message: memoryview, place: int) -> tuple[int, int]:
 
 
 def integers(value: Value) -> list[int]:
-    """Return the integers of a field that is repeated, of which one value has some."""
+    """Return the integers of one value of a repeated field."""
     if not isinstance(value, memoryview):
         return [int(value)]
     found: list[int] = []

@@ -143,7 +143,7 @@ class Rehearsal(NamedTuple):
     """The peak after that, beyond `before`."""
 
     def deeper(self, layers: float, deep: "Rehearsal", shallow: "Rehearsal") -> "Rehearsal":
-        """Extrapolate to `layers` more layers, each of which makes `deep` of `shallow`."""
+        """Extrapolate to `layers` more layers. Each makes `deep` of `shallow`."""
 
         def grown(own: int, one: int, other: int) -> int:
             return own + int(layers * (one - other))

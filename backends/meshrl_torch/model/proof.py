@@ -183,7 +183,7 @@ def _seen_behind_others(model: "LanguageModel") -> tuple["LanguageModel", list[T
 
 
 def _regroups(model: "LanguageModel", followed: "LanguageModel") -> bool:
-    """True if a model has other routers than those of `followed`, which are told their experts."""
+    """True if a model has other routers than those of `followed`, which follow given experts."""
     if model.routers is not followed.routers:
         return True
     with Choosing(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
@@ -222,7 +222,7 @@ def _packed_states(
 
 
 def _packed(model: "LanguageModel", rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """Pack rows, of which some may begin with a prompt that they share."""
+    """Pack rows. Some may begin with a prompt that they share."""
     tokens = Ragged.of([[*row, 0] for row in rows], np.int32)
     shared = [len(_PROMPT) if tuple(row[: len(_PROMPT)]) == _PROMPT else 0 for row in rows]
     mask = Ragged.of([np.arange(len(row) + 1) >= own for row, own in zip(rows, shared, strict=True)], np.bool_)
