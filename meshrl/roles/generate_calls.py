@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import BASE, Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import current_rank
 from meshrl.roles.base import Sampler
@@ -24,15 +24,31 @@ class GenerateCall:
         self._calls = calls
         self.number = number
         """Number of earlier calls on this rank. Negative for a call outside training, which no record contains."""
-        self.turn = -1
-        """Number of calls that began between the last load of weights and this one. -1 before it begins.
+        self._first: Mapping[str, int] | None = None
+        """By adapter, the number of the first call after its last load. None before this call begins."""
+        self.steps: int = -1
+        """Number of its decode steps. -1 before it begins."""
+        self.aborted = False
+
+    @property
+    def turn(self) -> int:
+        """Number of calls that began between the last load of whole weights and this one. -1 before it begins.
 
         With the version it determines random numbers, so they are the same in a run that resumes from a checkpoint.
         Calls outside training count separately: -1, -2, ...
         """
-        self.steps: int = -1
-        """Number of its decode steps. -1 before it begins."""
-        self.aborted = False
+        return self.turn_of(BASE)
+
+    def turn_of(self, adapter: str) -> int:
+        """Return the number of calls since the last load of an adapter's weights, as `turn`, for rows that name it.
+
+        Loads of others do not count, because the adapter's version stays and its random numbers would come again.
+        """
+        return -1 if self._first is None else self.number - self._first.get(adapter, 0)
+
+    def begin(self, first: Mapping[str, int]) -> None:
+        """Begin, with the number of the first call after the last load of each adapter."""
+        self.steps, self._first = 0, dict(first)
 
     async def step(self) -> bool:
         """Let other tasks run, such as a load of weights, and count one more step.
@@ -71,11 +87,13 @@ class GenerateCalls:
     def __init__(self) -> None:
         self._arrived = 0
         self._begun = 0
-        self._begun_at_load = 0
-        """Number of calls that had begun at the last load."""
+        self._first: dict[str, int] = {}
+        """By adapter, the number of the first call after its last load. `BASE`: after that of whole weights."""
+        self._first_beside: dict[str, int] = {}
+        """The same for calls outside training, whose numbers fall from -1, plus 1."""
         self._running: dict[int, GenerateCall] = {}
         self._beside = 0
-        """Number of calls outside training that began since the last load."""
+        """Number of calls outside training that began."""
         self._interruptions = 0
         self._interrupting = asyncio.Lock()
         self._aborts: list[Batch] = []
@@ -95,7 +113,7 @@ class GenerateCalls:
         if beside:
             self._beside += 1
             call = GenerateCall(self, -self._beside)
-            call.turn, call.steps = call.number, 0
+            call.begin(self._first_beside)
             yield call
             return
         call = GenerateCall(self, self._arrived)
@@ -103,8 +121,7 @@ class GenerateCalls:
         self._running[call.number] = call
         try:
             await self.until(call.may_go_on)
-            call.steps = 0
-            call.turn = call.number - self._begun_at_load
+            call.begin(self._first)
             self._begun = max(self._begun, call.number + 1)
             self.notify()
             yield call
@@ -113,15 +130,16 @@ class GenerateCalls:
             self.end(call)
 
     @asynccontextmanager
-    async def loading(self) -> AsyncGenerator[Batch]:
+    async def loading(self, adapter: str = BASE) -> AsyncGenerator[Batch]:
         """Load weights inside the block, between two steps of each call. Yields the places for `Sampler.load`.
 
-        DataError if a call ended before its place in a replayed record.
+        `adapter`: the one that they are of, if they are not whole. DataError if a call ended before its place in a
+        replayed record.
         """
         async with self._interruption() as places:
             yield Batch.concat([*self._aborts, places])
             self._aborts.clear()
-            self._begun_at_load, self._beside = self._begun, 0
+            self._first[adapter], self._first_beside[adapter] = self._begun, -self._beside
 
     async def abort(self) -> None:
         """Stop the running calls before their next step."""

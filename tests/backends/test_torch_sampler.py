@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,25 @@ async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(s
         np.testing.assert_allclose(floats(other.sampler_logprobs.values), logprobs, atol=1e-5)
     divided = [part for half in PROMPTS.split(2) for part in await parts(sampler(small), half, sampling)]
     assert Batch.join(divided).tokens == whole.tokens
+
+
+async def test_draws_of_an_adapter_do_not_come_again_when_others_are_loaded(small: str) -> None:
+    adapters = {name: {"rank": 2, "sync": "adapters"} for name in ("a", "b")}
+    policy = TorchPolicy(PolicyConfig.model_validate({"model": small, "adapters": adapters}))
+    weights = {name: await policy.weights(name) for name in adapters}
+    made, plain, sampling = sampler(small, adapters=adapters), sampler(small), Sampling(max_tokens=16)
+    rows = {name: PROMPTS.assign(adapter=[name] * len(PROMPTS)) for name in ("a", "b", "")}
+    drawn: dict[str, list[Batch]] = {name: [] for name in rows}
+    for _ in range(3):
+        await made.load(weights["b"])
+        for name, each in drawn.items():
+            each.append(await rollout(made, sampling, rows[name]))
+    tokens = {name: [batch.tokens for batch in each] for name, each in drawn.items()}
+    assert all(one != other for name in ("a", "") for one, other in pairwise(tokens[name]))
+    assert tokens["b"][0] == tokens["b"][1] == tokens["b"][2], "calls are counted since its own load"
+    for _ in range(2):
+        await rollout(plain, sampling)
+    assert (await rollout(plain, sampling)).tokens == tokens[""][0], "one call after another, whatever the adapters"
 
 
 def test_numbers_that_draws_hang_on_are_uniform_and_independent() -> None:

@@ -216,10 +216,14 @@ class TorchSampler(SteppingSampler):
             del self._shared[sampling]
 
     def _seeds(self, rollouts: Rollouts, sampling: Sampling, call: GenerateCall) -> UInt64:
-        """Return what determines each row's random numbers, uint64[rows]: among others the version of its adapter."""
+        """Return what determines each row's random numbers, uint64[rows].
+
+        Among others these are the version of its adapter, and the number of calls since that was loaded.
+        """
         names, number = np.unique(rollouts.request.adapters, return_inverse=True)
-        versions = [self._versions[str(name)] for name in names]
-        seeds = [key(self._config.seed, sampling.seed, version, call.turn) for version in versions]
+        seeds = [
+            key(self._config.seed, sampling.seed, self._versions[name], call.turn_of(name)) for name in map(str, names)
+        ]
         return np.array(seeds, np.uint64)[number]
 
     def _usable(self) -> Mapping[str, int]:
@@ -246,7 +250,7 @@ class TorchSampler(SteppingSampler):
         model then computes something else than the policy, or only part of weights that are loaded in place has
         arrived, it samples no more until others come.
         """
-        async with self.generate_calls.loading() as places:
+        async with self.generate_calls.loading(weights.adapter.name if weights.adapter else BASE) as places:
             if weights.adapter is not None:
                 name, difference = weights.adapter.name, self._load_adapter(weights, weights.adapter)
             else:
