@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, PolicyConfig, Ragged, Sampling, publish
-from meshrl.algo import CrossEntropy
+from meshrl.algo import ClippedLoss, CrossEntropy
 from meshrl.data import Source
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.roles import LoraConfig, OptimizerConfig, SamplerConfig, Step
@@ -103,6 +103,22 @@ async def test_passes_of_one_adapter_give_the_bits_that_it_has_alone(model: Call
         assert (await together.weights(name)).fingerprint() == (await one.weights()).fingerprint()
     assert await together.adapters() == {"a": 1, "b": 2}
     assert (await together.logprobs(more)).source("logprobs") == Source("trainer", 1, 2)
+
+
+async def test_rows_of_an_adapter_keep_the_logprobs_of_a_batch_with_a_newer_one(model: Callable[[str], str]) -> None:
+    """A batch has one range of versions for all its rows, which a selection of them keeps."""
+    made = policy(model("llama"))
+    await made.update(of(BOTH, "a").assign(adapter=["a"] * 4), CrossEntropy())
+    scored = await made.logprobs(BOTH)
+    assert scored.source("logprobs") == Source("trainer", 0, 1)
+    older = scored.select([row for row, own in enumerate(scored.objects("adapter")) if own == "b"])
+    drawn = Ragged(older.ragged("logprobs").values, older.tokens.offsets, source=Source("sampler"))
+    own = older.assign(advantages=np.ones(len(older), np.float32), sampler_logprobs=drawn)
+    await made.update(own, ClippedLoss(anchor="trainer"))
+    assert await made.adapters() == {"a": 1, "b": 1}
+    await made.update(of(BOTH, "b").assign(adapter=["b"] * 3), CrossEntropy())
+    empty = made._trainable.source(BOTH.select([]))  # what a rank without rows says of a batch
+    assert empty == Source("trainer", 1, 2)
 
 
 async def drawn(sampler: TorchSampler, prompts: Batch, **keys: Any) -> Batch:

@@ -229,7 +229,7 @@ class TrainedPolicy(Trained, Policy):
                 f"{', '.join(map(repr, known.named)) or 'those that add_adapter adds'} in the column `{ADAPTER}`, or "
                 "declare policy.lora for such rows"
             )
-        check_sources(batch, loss, self._trainable.source(batch).newest)
+        check_sources(batch, loss, self._trainable.newest)
         self.check_rows(self._model, batch)
 
     def _change(self, slot: Slot) -> None:

@@ -143,11 +143,19 @@ class Trainable(ABC):
         return self.slots[name]
 
     def source(self, batch: Batch) -> Source:
-        """Return what computes log-probs of these rows now: the versions of their adapters."""
+        """Return what computes log-probs of these rows now: the versions of their adapters.
+
+        Of all adapters if there are no rows, as on a rank that gets none of a batch.
+        """
         known = self.passes.model.adapters
-        names = {DEFAULT_ADAPTER} if known is None else set(adapters_of(batch, known.named))
+        names = {DEFAULT_ADAPTER} if known is None else set(adapters_of(batch, known.named)) or self.slots.keys()
         versions = [self.slots[name].optimizer.steps if name in self.slots else 0 for name in names] or [0]
         return Source("trainer", min(versions), max(versions))
+
+    @property
+    def newest(self) -> int:
+        """The newest version that log-probs of any rows can have: a batch keeps one range for all its adapters."""
+        return max((slot.optimizer.steps for slot in self.slots.values()), default=0)
 
     def placed(self, adapter: Adapter, optimizer: OptimizerConfig) -> Slot:
         """Return an adapter with its optimizer and its state. ConfigError if the backend has no adapters."""
