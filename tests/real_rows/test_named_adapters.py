@@ -200,6 +200,24 @@ async def test_a_fresh_policy_goes_on_from_the_checkpoint_of_all(model: Callable
         assert await fresh.weights(name) == await made.weights(name)
 
 
+async def test_a_save_deletes_no_adapter_that_it_does_not_write(model: Callable[[str], str], tmp_path: Path) -> None:
+    made = policy(model("llama"))
+    both, mixed = tmp_path / "both", tmp_path / "mixed"
+    for _ in range(2):
+        await made.save(str(both))  # the same adapters are replaced
+    await made.save(str(mixed / "a"), adapter="a")
+    await made.save(str(tmp_path / "runs" / "earlier"), adapter="a")
+    (mixed / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match="adapters that this save would delete and not write, in a, b"):
+        await made.save(str(both), adapter="a")
+    with pytest.raises(ModelError, match="adapters that this save would delete and not write, in earlier"):
+        await made.save(str(tmp_path / "runs"))
+    with pytest.raises(ModelError, match="it has other files"):
+        await made.save(str(mixed))
+    assert (mixed / "notes.txt").read_text() == "mine"
+    assert {each.name for each in both.iterdir()} >= {"a", "b"}
+
+
 async def test_what_cannot_be_is_refused_by_name(model: Callable[[str], str], tmp_path: Path) -> None:
     made, whole = policy(model("llama")), policy(model("llama"), adapters=None)
     with pytest.raises(DataError, match="row 1 names the adapter 'c', and this model has 'a', 'b'"):

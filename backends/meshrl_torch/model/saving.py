@@ -1,7 +1,7 @@
 """Model folders, written completely or not at all."""
 
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,9 @@ VALUE_HEAD: Final = "value_head.safetensors"
 """The file with a critic's head: `weight` float32[1, hidden] and `bias` float32[1]."""
 _BASE: Final = "base"
 """The folder of adapters' base model, if transformers cannot open that by its name."""
+_WHOLE: Final = "config.json"
+_ADAPTER: Final = "adapter_config.json"
+"""The files that prove a folder to be a model, or an adapter."""
 
 
 def write(
@@ -47,9 +50,9 @@ def write_adapters(
     """Write adapters as peft does, with the tokenizer: one called "default" into the folder, others into their own.
 
     `base`: the name by which transformers opens their base model. None: it has none, and its `tensors` are written too.
-    ModelError if the path exists and is no model.
+    ModelError if the path exists and is no model, or has an adapter that is not among these.
     """
-    with _replaced(folder) as fresh:
+    with _replaced(folder, adapters) as fresh:
         if base is None:
             base = str(Path(folder).expanduser().absolute() / _BASE)
             _write_whole(model, fresh / _BASE, tensors)
@@ -70,14 +73,11 @@ def _write_whole(model: LanguageModel, folder: Path, tensors: Mapping[str, Tenso
 
 
 @contextmanager
-def _replaced(folder: str) -> Generator[Path]:
-    """Yield a temporary folder, and rename it at the end. Replaces an older model."""
+def _replaced(folder: str, adapters: Collection[str] = ()) -> Generator[Path]:
+    """Yield a temporary folder, and rename it at the end. Replaces an older model, or the same adapters."""
     target = Path(folder).expanduser()
-    models = (
-        each for name in ("config.json", "adapter_config.json", "*/adapter_config.json") for each in target.glob(name)
-    )
-    if target.exists() and not (target.is_dir() and (any(models) or not any(target.iterdir()))):
-        raise ModelError(f"cannot save to {target}: it has other files and no config.json. Choose a separate folder")
+    if target.exists():
+        _check_replaceable(target, adapters)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         fresh = Path(beside, "new")
@@ -92,3 +92,22 @@ def _replaced(folder: str) -> Generator[Path]:
             if old.exists():
                 old.rename(target)
             raise
+
+
+def _check_replaceable(target: Path, adapters: Collection[str]) -> None:
+    """Raise ModelError unless a path is an older model, empty, or has adapters of these names in folders and no more.
+
+    Whatever else is there would be deleted.
+    """
+    own = {each.parent.name for each in target.glob(f"*/{_ADAPTER}")}
+    if lost := sorted(own - {*adapters} | own & {DEFAULT_ADAPTER}):
+        raise ModelError(
+            f"cannot save to {target}: it has adapters that this save would delete and not write, in "
+            f"{', '.join(lost)}. Choose a separate folder, or remove them first"
+        )
+    if target.is_dir():
+        base = {_BASE} if (target / _BASE / _WHOLE).is_file() else set[str]()
+        others = {each.name for each in target.iterdir()} - own - base
+        if not others or any((target / name).is_file() for name in (_WHOLE, _ADAPTER)):
+            return
+    raise ModelError(f"cannot save to {target}: it has other files and no config.json. Choose a separate folder")
