@@ -171,16 +171,20 @@ class ModelConfig(RoleConfig):
         return self.chat_template_kwargs if self.chat else None
 
 
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+"""The decay rate of a moment. At 1 its correction divides by zero."""
+
+
 class OptimizerConfig(Config):
     """AdamW with a learning rate schedule."""
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """AdamW's epsilon."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """AdamW's weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps in which the learning rate rises to `lr`."""
@@ -204,13 +208,13 @@ class OptimizerConfig(Config):
 class Step(Config):
     """AdamW's values for one step of a policy. One that is None comes from the policy's table."""
 
-    lr: float | None = Field(default=None, ge=0)
+    lr: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Learning rate, regardless of the warm-up and the schedule."""
-    betas: tuple[float, float] | None = None
+    betas: tuple[Decay, Decay] | None = None
     """Decay rates of the first and second moment."""
-    eps: float | None = Field(default=None, gt=0)
+    eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """AdamW's epsilon."""
-    weight_decay: float | None = Field(default=None, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """AdamW's weight decay."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Clip the gradient to this norm. Infinity: no clipping."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshrl import Batch, PolicyConfig, Ragged, Sampling, publish
@@ -216,6 +217,14 @@ async def test_a_save_deletes_no_adapter_that_it_does_not_write(model: Callable[
         await made.save(str(mixed))
     assert (mixed / "notes.txt").read_text() == "mine"
     assert {each.name for each in both.iterdir()} >= {"a", "b"}
+
+
+def test_no_step_may_make_weights_that_are_not_finite() -> None:
+    for table in ({"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"lr": np.inf}, {"eps": np.inf}):
+        for kind in (Step, OptimizerConfig):
+            with pytest.raises(ValidationError):
+                kind.model_validate(table)
+    assert Step(max_grad_norm=np.inf).max_grad_norm == np.inf
 
 
 async def test_what_cannot_be_is_refused_by_name(model: Callable[[str], str], tmp_path: Path) -> None:
