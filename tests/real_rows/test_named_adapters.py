@@ -201,6 +201,13 @@ async def test_a_fresh_policy_goes_on_from_the_checkpoint_of_all(model: Callable
         assert await fresh.weights(name) == await made.weights(name)
 
 
+async def test_a_sampler_refuses_an_adapter_of_another_scale(model: Callable[[str], str]) -> None:
+    made = policy(model("llama"))
+    table = SamplerConfig(model=model("llama"), adapters={"a": TABLES["a"].model_copy(update={"alpha": 64})})
+    with pytest.raises(ModelError, match="'a' has rank = 4 and alpha = 8, and this sampler's has 4 and 64"):
+        await publish(made, TorchSampler(table), adapter="a")
+
+
 async def test_a_save_deletes_no_adapter_that_it_does_not_write(model: Callable[[str], str], tmp_path: Path) -> None:
     made = policy(model("llama"))
     both, mixed = tmp_path / "both", tmp_path / "mixed"

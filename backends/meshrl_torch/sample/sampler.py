@@ -298,6 +298,12 @@ class TorchSampler(SteppingSampler):
         After an error the old ones stay in use.
         """
         new = of.name not in self._adapters.named
+        if not new and (has := self._adapters.named[of.name].config) and (has.rank, has.alpha) != (of.rank, of.alpha):
+            raise ModelError(
+                f"weights of version {weights.version} belong to another model: the adapter {of.name!r} has rank = "
+                f"{of.rank} and alpha = {of.alpha}, and this sampler's has {has.rank} and {has.alpha}: give it the "
+                "same in both tables, or call drop_adapter first"
+            )
         if new:
             targets = tuple({name.partition(".lora_")[0]: None for name in weights.tensors})
             lora = LoraConfig(rank=of.rank, alpha=of.alpha, targets=targets, sync="adapters")
