@@ -201,6 +201,46 @@ async def test_a_fresh_policy_goes_on_from_the_checkpoint_of_all(model: Callable
         assert await fresh.weights(name) == await made.weights(name)
 
 
+async def test_a_state_may_lack_declared_adapters_or_have_none(model: Callable[[str], str], tmp_path: Path) -> None:
+    made, none = policy(model("llama")), policy(model("llama"), adapters={})
+    await made.drop_adapter("b")
+    await made.update(of(BOTH, "a").assign(adapter=["a"] * 4), CrossEntropy())
+    await made.checkpoint(str(tmp_path / "one"))
+    fresh = policy(model("llama"))
+    untouched = await fresh.weights("b")
+    await fresh.update(BOTH, CrossEntropy())
+    await fresh.restore(str(tmp_path / "one"))
+    assert await fresh.adapters() == {"a": 1, "b": 0}
+    assert await fresh.weights("a") == await made.weights("a")
+    assert await fresh.weights("b") == untouched
+    await none.checkpoint(str(tmp_path / "none"))
+    await none.add_adapter("x", TABLES["a"])
+    await none.restore(str(tmp_path / "none"))
+    assert await none.adapters() == {}
+
+
+async def test_a_restore_of_what_does_not_fit_changes_nothing(model: Callable[[str], str], tmp_path: Path) -> None:
+    """A folder of nothing, of one adapter alone, of other adapters, and of the same tensors with another scale."""
+    made, other = policy(model("llama"), adapters={}), policy(model("llama"), adapters={})
+    await made.add_adapter("x", TABLES["a"])
+    await other.add_adapter("first", TABLES["b"])
+    await other.add_adapter("x", TABLES["a"].model_copy(update={"alpha": 64}))
+    await made.update(of(BOTH, "a").assign(adapter=["x"] * 4), CrossEntropy())
+    before = await made.weights("x")
+    await other.checkpoint(str(tmp_path / "all"))
+    await other.checkpoint(str(tmp_path / "x"), adapter="x")
+    for folder, name, message in (
+        ("nothing", None, r"nothing is not the state of a policy with adapters, because it has no adapters\.json"),
+        ("x", None, r"x is not the state of a policy with adapters"),
+        ("x", "x", "its adapter has alpha = 64, and here it has alpha = 8"),
+        ("all", None, "its adapter has alpha = 64, and here it has alpha = 8"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            await made.restore(str(tmp_path / folder), adapter=name)
+        assert await made.adapters() == {"x": 1}
+        assert await made.weights("x") == before
+
+
 async def test_a_sampler_refuses_an_adapter_of_another_scale(model: Callable[[str], str]) -> None:
     made = policy(model("llama"))
     table = SamplerConfig(model=model("llama"), adapters={"a": TABLES["a"].model_copy(update={"alpha": 64})})

@@ -24,7 +24,8 @@ from meshrl_torch.train.optimizer import MOMENTS, Optimizer, Stepper
 MODEL: Final = "model"
 """The kind of the trained tensors, next to MOMENTS: a tensor's name in files is `KIND/NAME`."""
 
-_FACTS: Final = "state.json"
+FACTS: Final = "state.json"
+"""The file of facts, in each state."""
 _SHARD: Final = "shard-{:05}-model-00001-of-00001.safetensors"
 """The file of each rank, by its number from 1."""
 _REMEDY: Final = "resume with the configuration that the checkpoint was written with, or start a run with another name"
@@ -41,6 +42,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of files of tensors."""
     late: Mapping[str, int] = {}
     """Steps of each parameter that had no gradient in some of them."""
+    alpha: int | None = None
+    """Of an adapter, `LoraConfig.alpha`: what its weights mean depends on it."""
 
 
 class State(ABC):
@@ -53,6 +56,8 @@ class State(ABC):
         self._last: Future[None] | None = None
         self._reads_model = False
         """True if the thread writes the model's own tensors, not a copy."""
+        self.alpha: int | None = None
+        """See `Facts.alpha`."""
 
     def write(self, folder: str, wait: bool) -> None:
         """Begin to write a file for each rank, and one of facts. All ranks call it together. A thread of each writes.
@@ -69,7 +74,7 @@ class State(ABC):
             boxes.extend(self._held(_kinds(steps), copied=not wait))
             return bool(boxes)
 
-        facts = Facts(self._role, steps, sum(self._ranks.agree(collect)), self._late())
+        facts = Facts(self._role, steps, sum(self._ranks.agree(collect)), self._late(), self.alpha)
         self._last, self._reads_model = self._thread.submit(self._write, path, boxes, facts), wait
 
     async def written(self) -> None:
@@ -96,8 +101,7 @@ class State(ABC):
 
         If a file is damaged (Damaged) or cannot be read to its end (ModelError), a part may be loaded.
         """
-        sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
-        facts, boxes = self._ranks.together(lambda: self._open(Path(folder), sizes))
+        facts, boxes = self._opened(folder)
         if not optimizer:
             facts = msgspec.structs.replace(facts, steps=0, late={})
         self._begin(facts)
@@ -108,6 +112,14 @@ class State(ABC):
                 f"{error}. The {self._role} has loaded a part of it and cannot be used: restore it again, or spawn it "
                 "again"
             ) from error
+
+    def check(self, folder: str) -> None:
+        """Raise ModelError if `read` would before it changes anything. All ranks call it together."""
+        self._opened(folder)
+
+    def _opened(self, folder: str) -> tuple[Facts, Boxes]:
+        sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
+        return self._ranks.together(lambda: self._open(Path(folder), sizes))
 
     @abstractmethod
     def _sizes(self) -> Mapping[str, tuple[int, ...]]:
@@ -141,12 +153,12 @@ class State(ABC):
     def _write(self, folder: Path, boxes: Sequence[Box], facts: Facts) -> None:
         write_boxes(folder / _SHARD.format(self._ranks.number + 1), boxes)
         if self._ranks.number == 0:
-            (folder / _FACTS).write_bytes(msgspec.json.encode(facts))
+            (folder / FACTS).write_bytes(msgspec.json.encode(facts))
 
     def _open(self, path: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Facts, Boxes]:
         """Return the facts and tensors in a folder. ModelError if they are of another role or model, or not whole."""
         try:
-            facts = msgspec.json.decode((path / _FACTS).read_bytes(), type=Facts)
+            facts = msgspec.json.decode((path / FACTS).read_bytes(), type=Facts)
             if facts.role != self._role:
                 raise ModelError(f"{path} is the state of a {facts.role}, not of a {self._role}; {_REMEDY}")
             boxes = Boxes(path)
@@ -170,6 +182,11 @@ class State(ABC):
                     f"{path} is the state of another {self._role}: `{name.partition('/')[2]}` is {forms[0]} there and "
                     f"{forms[1]} here; {_REMEDY}"
                 )
+        if None not in (facts.alpha, self.alpha) and facts.alpha != self.alpha:
+            raise ModelError(
+                f"{path} is the state of another {self._role}: its adapter has alpha = {facts.alpha}, and here it has "
+                f"alpha = {self.alpha}, with which the same weights have another effect; {_REMEDY}"
+            )
         return facts, boxes
 
 

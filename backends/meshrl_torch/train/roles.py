@@ -48,6 +48,7 @@ from meshrl.roles import (
     Step,
     name_of_adapter,
 )
+from meshrl_torch.checkpoint.state import FACTS
 from meshrl_torch.model.heads import ScoreModel, values
 from meshrl_torch.model.lora import add_adapter
 from meshrl_torch.model.network import LanguageModel
@@ -64,7 +65,7 @@ T = TypeVar("T")
 _ADAPTERS: Final = "adapters"
 """The folder of the named adapters' states in a state of the whole."""
 _TABLES: Final = "adapters.json"
-"""Their tables, by name."""
+"""The tables of all adapters, by name."""
 
 
 class Frozen(NamedTuple):
@@ -155,26 +156,28 @@ class Trained(Placed, Stateful):
         """Load what `checkpoint` wrote. Several ranks may have another layout. `optimizer`: its moments and steps too.
 
         ModelError, and nothing changes, if it belongs to another role or model. If a file cannot be read to its end, or
-        is damaged (Damaged), a part may be loaded, as may the adapters before one that does not fit.
+        is damaged (Damaged), a part may be loaded.
         """
         async with self._trainable.turn:
-            if not adapter:
-                self._restore_tables(Path(folder))
-            for path, slot in ({"": self._trainable.slot(adapter)} if adapter else self._folders()).items():
+            slots = {"": self._trainable.slot(adapter)} if adapter else await self._restore_tables(Path(folder))
+            for path, slot in slots.items():
                 self._change(slot)
                 slot.state.read(str(Path(folder, path)), optimizer=optimizer)
                 slot.forget()
 
     def _folders(self) -> Mapping[str, Slot]:
         """Return the slots by their folders in a state of the whole."""
-        slots = self._trainable.slots.items()
-        return {"" if name == DEFAULT_ADAPTER else f"{_ADAPTERS}/{name}": slot for name, slot in slots}
+        return {_folder_of(name): slot for name, slot in self._trainable.slots.items()}
 
     def _write_tables(self, folder: Path) -> None:
-        """Write the tables of named adapters into a state of the whole, if there are any."""
+        """Write the tables of adapters into a state of the whole, if the model has any."""
 
-    def _restore_tables(self, folder: Path) -> None:
-        """Add and drop adapters, until they are those of a state."""
+    async def _restore_tables(self, folder: Path) -> Mapping[str, Slot]:
+        """Add and drop adapters, until they are those of a state. Returns the slots in it by their folders.
+
+        ModelError, and nothing changes, if the state of one does not fit.
+        """
+        return self._folders()
 
     def _step(self, names: Iterable[str], chosen: Step | None = None) -> Metrics:
         """Make a step of each slot. ModelError after all of them if a gradient was not finite."""
@@ -307,13 +310,14 @@ class TrainedPolicy(Trained, Policy):
             self._add(name, lora)
 
     async def drop_adapter(self, name: str) -> None:
-        """Drop an adapter."""
+        """Drop an adapter. Raises, after that, the error of its last checkpoint if that could not be written."""
         async with self._trainable.turn:
             slot = self._trainable.slots.get(name)
             if slot is None or slot.adapter is None:
                 raise ConfigError(f"there is no adapter {name!r} to drop: there are {sorted(self._trainable.slots)}")
             await slot.state.ended()
             self._drop(name)
+            await slot.state.written()
 
     async def adapters(self) -> dict[str, int]:
         """Return the number of steps of each adapter by name."""
@@ -323,7 +327,9 @@ class TrainedPolicy(Trained, Policy):
         model, config = self._model, self._config
         dtype, device = getattr(torch, config.dtype), self._trainable.device
         adapter = add_adapter(model, name, lora, seed=config.seed, dtype=dtype, device=device)
-        self._trainable.slots[name] = self._trainable.placed(adapter, lora.optimizer or config.optimizer)
+        slot = self._trainable.placed(adapter, lora.optimizer or config.optimizer)
+        slot.state.alpha = lora.alpha
+        self._trainable.slots[name] = slot
 
     def _drop(self, name: str) -> None:
         del self._trainable.slots[name]
@@ -332,30 +338,87 @@ class TrainedPolicy(Trained, Policy):
             self._model.adapters.drop(self._model.network, name)
 
     def _write_tables(self, folder: Path) -> None:
-        slots = self._trainable.slots.items()
-        named = {name: slot.adapter.config for name, slot in slots if slot.adapter and name != DEFAULT_ADAPTER}
-        if named:
-            folder.mkdir(parents=True, exist_ok=True)
-            tables = {name: lora.model_dump(mode="json") for name, lora in named.items()}
-            (folder / _TABLES).write_bytes(msgspec.json.encode(tables))
-
-    def _restore_tables(self, folder: Path) -> None:
         if self._model.adapters is None:
             return
-        tables = self._passes.ranks.together(partial(_tables_in, folder))
-        for name in self._trainable.slots.keys() - tables.keys() - {DEFAULT_ADAPTER}:
-            self._drop(name)
-        for name, lora in {**self._config.declared, **tables}.items():
+        tables = {name: slot.adapter.config for name, slot in self._trainable.slots.items() if slot.adapter}
+        folder.mkdir(parents=True, exist_ok=True)
+        dumped = {name: lora.model_dump(mode="json") for name, lora in tables.items()}
+        (folder / _TABLES).write_bytes(msgspec.json.encode(dumped))
+
+    async def _restore_tables(self, folder: Path) -> Mapping[str, Slot]:
+        """Those that the state does not have are dropped, and begin anew if the policy's table declares them."""
+        if self._model.adapters is None:
+            return self._folders()
+        slots, tables = self._trainable.slots, self._tables_in(folder)
+        gone, before = slots.keys() - tables.keys(), set(slots)
+        try:
+            try:
+                self._add_missing(tables)
+            except ConfigError as error:
+                raise ModelError(f"{folder} is the state of another policy: {error}") from error
+            inside = {_folder_of(name): slots[name] for name in tables}
+            for path, slot in inside.items():
+                slot.state.check(str(folder / path))
+            for name in gone:
+                await slots[name].state.ended()  # until then it reads the weights
+        except BaseException:
+            self._drop_all(slots.keys() - before)
+            raise
+        self._drop_all(gone)
+        self._add_missing(self._config.declared)
+        return inside
+
+    def _tables_in(self, folder: Path) -> Mapping[str, LoraConfig]:
+        """Read the tables of the adapters in a state of the whole. ModelError if they cannot be this policy's."""
+        only_default = self._trainable.slots.keys() == {DEFAULT_ADAPTER}
+        found = self._passes.ranks.together(partial(_tables_in, folder, only_default))
+        declared = self._config.declared
+        if DEFAULT_ADAPTER in found and DEFAULT_ADAPTER not in declared:
+            raise ModelError(
+                f"{folder} has the state of an adapter without a name, and this policy's table has no `lora`: set "
+                "policy.lora to resume it, or restore it with `adapter = NAME` if it is the state of one adapter"
+            )
+        return {name: table or declared[name] for name, table in found.items()}
+
+    def _add_missing(self, tables: Mapping[str, LoraConfig]) -> None:
+        for name, lora in tables.items():
             if name not in self._trainable.slots:
                 self._add(name, lora)
 
+    def _drop_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._drop(name)
 
-def _tables_in(folder: Path) -> Mapping[str, LoraConfig]:
-    """Read the tables of the named adapters in a state of the whole. Empty if it has none."""
-    if not (file := folder / _TABLES).is_file():
-        return {}
-    tables = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
-    return {name: LoraConfig.model_validate_json(bytes(table)) for name, table in tables.items()}
+
+def _folder_of(name: str) -> str:
+    """Return an adapter's folder in a state of the whole."""
+    return "" if name == DEFAULT_ADAPTER else f"{_ADAPTERS}/{name}"
+
+
+def _tables_in(folder: Path, only_default: bool) -> Mapping[str, LoraConfig | None]:
+    """Read the tables of the adapters in a state of the whole. ModelError if it is none of a policy with adapters.
+
+    None: the state has the adapter without a name, but not its table, like older ones. `only_default`: the policy has
+    no other.
+    """
+    file, has_default = folder / _TABLES, (folder / FACTS).is_file()
+    if not file.is_file():
+        if has_default and only_default:
+            return {DEFAULT_ADAPTER: None}
+        raise ModelError(
+            f"{folder} is not the state of a policy with adapters, because it has no {_TABLES}: give the folder that "
+            "`checkpoint` wrote, with `adapter = NAME` if it wrote one adapter alone"
+        )
+    try:
+        raw = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        tables: dict[str, LoraConfig | None] = {
+            name: LoraConfig.model_validate_json(bytes(table)) for name, table in raw.items()
+        }
+    except (OSError, ValueError) as error:  # msgspec's and pydantic's are ValueErrors
+        raise ModelError(f"{file} cannot be read as tables of adapters: {type(error).__name__}: {error}") from error
+    if has_default:
+        tables.setdefault(DEFAULT_ADAPTER, None)
+    return tables
 
 
 class TrainedCritic(Trained, Critic):
