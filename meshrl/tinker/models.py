@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from meshrl.algo import Loss
 from meshrl.data import ADAPTER, BASE, Batch, LossResult, Ragged, Weights
@@ -22,6 +22,21 @@ from meshrl.tinker.weights_file import read_weights, write_weights
 
 _KEPT: Final = 64
 """Versions of adapters that the sampler holds, at least those that are sampled from."""
+
+
+class Version(NamedTuple):
+    """The weights that were in a folder at some time. Others that replace them differ in one of these."""
+
+    folder: Path
+    inode: int
+    changed: int
+    """Nanoseconds."""
+
+
+def version_of(folder: Path) -> Version:
+    """Return what distinguishes a folder's weights from those that it had before, or will have."""
+    found = folder.stat()
+    return Version(folder, found.st_ino, found.st_mtime_ns)
 
 
 class Models(ABC):
@@ -118,6 +133,8 @@ class AdapterModels(Models):
         self._config = config
         self._held: dict[str, int] = {}
         """The uses of each version that the sampler holds, the one that was used last at the end."""
+        self._names: dict[Version, str] = {}
+        """By weights that were read, the name under which the sampler holds them, if it still does."""
         self._holding = asyncio.Lock()
 
     async def create(self, model: Model) -> None:
@@ -141,16 +158,24 @@ class AdapterModels(Models):
         """Load a version of an adapter under a name of its own, unless it is there."""
         if folder is None:
             return BASE
-        weights = read_weights(folder)
-        name = f"v-{weights.fingerprint()}"
+        version = version_of(folder)
         async with self._holding:
-            if name not in self._held:
-                while len(self._held) >= _KEPT and (idle := [each for each, uses in self._held.items() if not uses]):
-                    await self.sampler.drop_adapter(idle[0])
-                    del self._held[idle[0]]
-                await self.sampler.load(weights.named(name))
+            name = self._names.get(version)
+            if name is None or name not in self._held:
+                weights = await asyncio.to_thread(read_weights, folder)
+                name = f"v-{weights.fingerprint()}"
+                if name not in self._held:
+                    await self._make_room()
+                    await self.sampler.load(weights.named(name))
+                self._names = {known: each for known, each in self._names.items() if each in self._held}
+                self._names[version] = name
             self._held[name] = self._held.pop(name, 0) + 1
         return name
+
+    async def _make_room(self) -> None:
+        while len(self._held) >= _KEPT and (idle := [each for each, uses in self._held.items() if not uses]):
+            await self.sampler.drop_adapter(idle[0])
+            del self._held[idle[0]]
 
     def release(self, name: str) -> None:
         """Count one use less."""

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from meshrl.agents import Answer, RequestBatcher
 from meshrl.data import ADAPTER, Batch, Ragged
-from meshrl.errors import DataError
+from meshrl.errors import DataError, MeshrlError
 from meshrl.mesh import Array  # noqa: TC001
 from meshrl.roles import Sampling
-from meshrl.tinker.models import Models
+from meshrl.run import is_machine_fault
+from meshrl.tinker.models import Models, Version, version_of
 from meshrl.tinker.queues import Turns
 from meshrl.tinker.requests import JsonTensor, Sample
 from meshrl.tinker.results import Drawn, Sampled, TopK
@@ -49,13 +50,26 @@ class Desk:
         self._turns = Turns()
         self._waiting: list[_Waiting] = []
         self._running: dict[_Waiting, int] = {}
-        self._loaded: str | None = None
-        """The weights that an exclusive sampler has: a path, or None for the base model's."""
+        self._loaded: Version | None = None
+        """The weights that an exclusive sampler has. None for the base model's."""
         self._is_loaded = False
         self._admitting = asyncio.Lock()
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def watch(self) -> None:
+        """Wait until the sampler cannot go on, and raise why."""
+        await self._fault
 
     async def sample(self, tenant: str, weights: str | None, request: Sample, identity: str) -> Sampled:
         """Draw what a request asks for. `identity` decides random numbers, if the request has no seed."""
+        try:
+            return await self._sampled(tenant, weights, request, identity)
+        except MeshrlError as error:
+            if is_machine_fault(error) and not self._fault.done():
+                self._fault.set_exception(error)
+            raise
+
+    async def _sampled(self, tenant: str, weights: str | None, request: Sample, identity: str) -> Sampled:
         sampling, limit, stops = self._sampling(request, identity)
         prompt = np.array(request.prompt.tokens, np.int32)
         if not len(prompt):
@@ -67,7 +81,7 @@ class Desk:
             raise DataError(f"more than {_MOST} most probable tokens of a place: ask for fewer")
         waiting = _Waiting(tenant, weights, request.num_samples)
         await self._enter(waiting)
-        name = ""
+        name, served = "", len(prompt) + request.num_samples * min(limit, len(prompt) + _MOST)  # if it is cancelled
         try:
             name = "" if self._models.is_exclusive else await self._hold(tenant, weights)
             named = None if self._models.is_exclusive else name
@@ -75,6 +89,7 @@ class Desk:
             answers = await asyncio.gather(
                 *(draw(prompt, "", sampling, limit, stops, named) for _ in range(request.num_samples))
             )
+            served = len(prompt) + sum(len(answer.drawn.tokens) for answer in answers)
             if not all(len(answer.drawn.tokens) for answer in answers):
                 raise DataError(f"the prompt has {len(prompt)} tokens, and the model has no room for another")
             return await self._told(request, prompt, answers, named)
@@ -82,7 +97,7 @@ class Desk:
             if name:
                 self._models.release(name)
             del self._running[waiting]
-            self._turns.charge(tenant, len(prompt) + request.num_samples * min(limit, len(prompt) + _MOST))
+            self._turns.charge(tenant, served)
             await asyncio.shield(self._admit())
 
     async def close(self) -> None:
@@ -111,7 +126,13 @@ class Desk:
                 tenant = self._turns.choose({each.tenant for each in self._waiting})
                 first = next(each for each in self._waiting if each.tenant == tenant)
                 rows = sum(self._running.values())
-                others = self._models.is_exclusive and not (self._is_loaded and first.weights == self._loaded)
+                try:
+                    others, version = self._differs(first)
+                except (DataError, OSError) as error:
+                    self._waiting.remove(first)
+                    if not first.go.done():
+                        first.go.set_exception(error)
+                    continue
                 if self._running and (others or rows + first.rows > self._most):
                     return
                 self._waiting.remove(first)
@@ -119,7 +140,7 @@ class Desk:
                     try:
                         self._is_loaded = False
                         await self._hold(first.tenant, first.weights)
-                        self._loaded, self._is_loaded = first.weights, True
+                        self._loaded, self._is_loaded = version, True
                     except Exception as error:  # noqa: BLE001 -- told to the one who asked
                         if not first.go.done():
                             first.go.set_exception(error)
@@ -127,6 +148,14 @@ class Desk:
                 if not first.go.done():
                     self._running[first] = first.rows
                     first.go.set_result(None)
+
+    def _differs(self, waiting: _Waiting) -> tuple[bool, Version | None]:
+        """Return whether a request needs other weights than an exclusive sampler has, and which those are now."""
+        if not self._models.is_exclusive:
+            return False, None
+        weights = waiting.weights
+        version = None if weights is None else version_of(self._folder_of(waiting.tenant, weights))
+        return not (self._is_loaded and version == self._loaded), version
 
     def _sampling(self, request: Sample, identity: str) -> tuple[Sampling, int, Sequence[str]]:
         given = request.sampling_params

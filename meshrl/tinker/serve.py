@@ -5,10 +5,10 @@ import math
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 
@@ -42,7 +42,7 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
         )
     with _listening(tinker.host, tinker.port) as listening, tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
         host, port = listening.getsockname()[:2]
-        async with Run(config.run, config.model_dump(mode="json")) as run:
+        async with Run(config.run, _told(config)) as run:
             tables, sampler_table = tables_of(config)
             policy = await run.spawn(Policy, tables.policy)
             sampler = await run.spawn(Sampler, sampler_table)
@@ -65,14 +65,13 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
                 ws="none",
             )
             server = _Server(options)
-            work, http = asyncio.create_task(service.run()), asyncio.create_task(server.serve([listening]))
+            work, http = asyncio.create_task(_working(service, desk)), asyncio.create_task(server.serve([listening]))
             try:
                 yield f"http://{f'[{host}]' if ':' in host else host}:{port}", work
             finally:
                 server.should_exit = True
                 work.cancel()
-                with suppress(asyncio.CancelledError, MeshrlError):  # an error of it was raised in the block
-                    await work
+                await asyncio.wait([work])  # an error of it was raised in the block
                 await desk.close()
                 await http
                 service.close()
@@ -94,6 +93,28 @@ async def serve(config: ServedConfig, tell: Callable[[str], None]) -> None:
                 raise
             left -= 1
             log.warning("a machine failed: the server begins again", error=described(error), left=left)
+
+
+async def _working(service: Service, desk: Desk) -> None:
+    """Apply requests until this is cancelled. Raises what ends the trainer or the sampler."""
+    tasks = [asyncio.create_task(service.run()), asyncio.create_task(desk.watch())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
+
+
+def _told(config: ServedConfig) -> dict[str, object]:
+    """Return the configuration as the run's folder tells it: without what keys could be guessed from."""
+    told: dict[str, object] = config.model_dump(mode="json", exclude={"tinker": {"tenants": True}})
+    quotas = {name: each.model_dump(exclude={"key_sha256"}) for name, each in config.tinker.tenants.items()}
+    cast("dict[str, object]", told["tinker"])["tenants"] = quotas
+    return told
 
 
 def _most_requests(config: ServedConfig, tenant: str) -> int:
