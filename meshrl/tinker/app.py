@@ -300,7 +300,7 @@ class Api:
             asked: Pass | Refused = Refused(*known, str(error))
         else:
             try:
-                asked = pass_of_wire(body) if binary else pass_of_json(body)
+                asked = (pass_of_wire if binary else pass_of_json)(body, self._service.config.tinker.body_mib << 20)
             except DataError as error:
                 known = number_of(body) if binary else None
                 if known is None:

@@ -19,8 +19,28 @@ T = TypeVar("T")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Metadata: TypeAlias = dict[str, object]
+SPACE: Final = 64 << 20
+"""Bytes that the sparse tensors of a body may have once they are whole, unless its reader says how many."""
 _TYPES: Final[Mapping[int, str]] = {1: "float32", 2: "int64", 3: "int32"}
 """Names of dtypes by their number in the wire format."""
+
+
+class Space:
+    """The bytes that the sparse tensors of one body may have once they are whole."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._left = nbytes
+
+    def take(self, shape: Sequence[int], dtype: str) -> None:
+        """Take what a tensor needs. DataError if that is more than is left."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes > self._left:
+            raise DataError(
+                f"a sparse tensor of shape {list(shape)} has {nbytes} bytes once it is whole, and {self._left} of "
+                f"{self._nbytes} are left for the body: send fewer or smaller ones"
+            )
+        self._left -= nbytes
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -37,7 +57,10 @@ class Tensor(msgspec.Struct, frozen=True):
             raise DataError(
                 f"a tensor {self.dtype}{list(self.shape)} has {len(self.data)} bytes: send its whole values"
             )
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        try:
+            return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        except ValueError as error:
+            raise DataError(f"a tensor of shape {list(self.shape)} cannot be made: {error}") from error
 
     @classmethod
     def of(cls, values: Sequence[int | float], dtype: str, shape: Sequence[int] | None) -> "Tensor":
@@ -225,12 +248,14 @@ class JsonTensor(msgspec.Struct, frozen=True):
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
 
-    def packed(self) -> Tensor:
-        """Return the same values as bytes."""
+    def packed(self, space: Space | None = None) -> Tensor:
+        """Return the same values as bytes. A sparse tensor takes from `space`, by default `SPACE` bytes."""
         if self.sparse_crow_indices is None:
             return Tensor.of(self.data, self.dtype, self.shape)
-        rows, columns = (np.array(each or [], np.int64) for each in (self.sparse_crow_indices, self.sparse_col_indices))
-        return _dense(np.array(self.data, self.dtype), rows, columns, self.shape or [])
+        indices = (self.sparse_crow_indices, self.sparse_col_indices or [])
+        rows, columns = (Tensor.of(each, "int64", None).array for each in indices)
+        values = Tensor.of(self.data, self.dtype, None).array
+        return _dense(values, rows, columns, self.shape or [], space or Space(SPACE))
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -278,16 +303,17 @@ def read_json(body: bytes, kind: type[T]) -> T:
         raise DataError(f"the body is not a {kind.__name__}: {error}") from error
 
 
-def pass_of_json(body: bytes) -> Pass:
-    """Read a `Pass` from JSON."""
+def pass_of_json(body: bytes, most: int = SPACE) -> Pass:
+    """Read a `Pass` from JSON. `most`: bytes that its sparse tensors may have once they are whole."""
     read = read_json(body, _JsonPass)
     given = read.forward_backward_input or read.forward_input
     if given is None:
         raise DataError("the body has neither forward_backward_input nor forward_input")
+    space = Space(most)
     data = [
         Datum(
             np.array(each.model_input.tokens, np.int32).tobytes(),
-            {name: each.loss_fn_inputs[name].packed() for name in sorted(each.loss_fn_inputs)},
+            {name: each.loss_fn_inputs[name].packed(space) for name in sorted(each.loss_fn_inputs)},
         )
         for each in given.data
     ]
@@ -295,8 +321,9 @@ def pass_of_json(body: bytes) -> Pass:
     return Pass(read.model_id, read.seq_id, given.loss_fn, given.loss_fn_config or {}, data, backward)
 
 
-def pass_of_wire(body: bytes) -> Pass:
-    """Read a `Pass` from protocol buffers."""
+def pass_of_wire(body: bytes, most: int = SPACE) -> Pass:
+    """Read a `Pass` from protocol buffers. `most`: bytes that its sparse tensors may have once they are whole."""
+    space = Space(most)
     model, seq, loss, backward = "", 0, "", True
     config: dict[str, float | str] = {}
     data: list[Datum] = []
@@ -306,7 +333,7 @@ def pass_of_wire(body: bytes) -> Pass:
         elif number == 2:
             seq = _count(value)
         elif number == 3:
-            data.append(_datum(wire.contents(value)))
+            data.append(_datum(wire.contents(value), space))
         elif number == 4:
             loss = wire.text(value)
         elif number == 5:
@@ -335,7 +362,7 @@ def number_of(body: bytes) -> tuple[str, int] | None:
     return (model, seq) if model and seq is not None else None
 
 
-def _datum(message: memoryview) -> Datum:
+def _datum(message: memoryview, space: Space) -> Datum:
     tokens: list[bytes] = []
     inputs: dict[str, Tensor] = {}
     for number, value in wire.fields(message):
@@ -346,7 +373,7 @@ def _datum(message: memoryview) -> Datum:
                 tokens += [bytes(wire.contents(ids)) for _, ids in wire.fields(wire.contents(chunk))]
         elif number == 2:
             name, tensor = _entry(value)
-            inputs[name] = _tensor(wire.contents(tensor))
+            inputs[name] = _tensor(wire.contents(tensor), space)
     return Datum(b"".join(tokens), {name: inputs[name] for name in sorted(inputs)})
 
 
@@ -356,7 +383,7 @@ def _entry(value: wire.Value) -> tuple[str, wire.Value]:
     return wire.text(pair.get(1, memoryview(b""))), pair.get(2, memoryview(b""))
 
 
-def _tensor(message: memoryview) -> Tensor:
+def _tensor(message: memoryview, space: Space) -> Tensor:
     dtype, data = "float32", b""
     shape: list[int] = []
     sparse: memoryview | None = None
@@ -376,22 +403,26 @@ def _tensor(message: memoryview) -> Tensor:
         parts = dict(wire.fields(sparse))
         values, *indices = (bytes(wire.contents(parts.get(each, memoryview(b"")))) for each in (1, 2, 3))
         rows, columns = (np.frombuffer(each, np.int64) for each in indices)
-        return _dense(np.frombuffer(values, dtype), rows, columns, shape)
+        return _dense(np.frombuffer(values, dtype), rows, columns, shape, space)
     if dtype == "int32":
         data = np.frombuffer(data, np.int32).astype(np.int64).tobytes()
     return Tensor(data, kind, tuple(shape) if shape else (len(data) // np.dtype(kind).itemsize,))
 
 
-def _dense(values: Array, rows: NDArray[np.int64], columns: NDArray[np.int64], shape: Sequence[int]) -> Tensor:
+def _dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], space: Space) -> Tensor:
     """Return the tensor of a matrix in compressed sparse rows. What it does not list is 0."""
     kind: Literal["float32", "int64"] = "float32" if values.dtype.kind == "f" else "int64"
+    space.take(shape, kind)
     try:
         whole = np.zeros(shape, kind)
-        row = np.repeat(np.arange(len(rows) - 1), np.diff(rows))
+        counts = np.diff(rows)
+        if counts.sum() != len(columns):
+            raise ValueError(f"the rows have {counts.sum()} values, and there are {len(columns)} columns")
+        row = np.repeat(np.arange(len(counts)), counts)
         whole[row, columns] = values
     except (IndexError, MemoryError, ValueError) as error:
         raise DataError(f"a sparse tensor of shape {list(shape)} cannot be read: {error}") from error
-    return Tensor(whole.tobytes(), kind, tuple(shape))
+    return Tensor(whole.tobytes(), kind, tuple(int(each) for each in shape))
 
 
 def _count(value: wire.Value) -> int:
