@@ -142,11 +142,7 @@ class Rollouts:
 
         Raises DataError outside the stream's `async with`, or if `parts` has yielded only a part of a batch.
         """
-        if taken := self.ledger.taken:
-            raise DataError(
-                f"{taken} of the {self.ledger.size} groups of a batch were delivered in parts: take the others with "
-                "`stream.parts` before the next batch"
-            )
+        self.check_whole("the next batch")
         if (batch := await self._next(1)) is not None:
             return batch
         raise StopAsyncIteration("the prompts have ended")
@@ -162,8 +158,9 @@ class Rollouts:
 
         A part has at least `size / most` groups, unless it is the last one, and all that are ready. The bound holds for
         each part as it does for whole batches, and a batch has the same number of groups. If the loop ends early, the
-        next one continues with the rest of the batch. Nothing is yielded if the prompts have ended. Raises DataError
-        outside the stream's `async with`, or if `most` is below 1.
+        next one continues with the rest of the batch, which must come before the step ends in a run with checkpoints.
+        Nothing is yielded if the prompts have ended. Raises DataError outside the stream's `async with`, or if `most`
+        is below 1.
         """
         if most < 1:
             raise DataError(f"a batch cannot come in {most} parts: give a number from 1")
@@ -272,6 +269,14 @@ class Rollouts:
     def published(self) -> int:
         """Version of the weights that were published last."""
         return self.ledger.published
+
+    def check_whole(self, before: str) -> None:
+        """Raise DataError if only a part of a batch was delivered. `before`: what needs the other parts first."""
+        if taken := self.ledger.taken:
+            raise DataError(
+                f"{taken} of the {self.ledger.size} groups of a batch were delivered in parts: take the others with "
+                f"`stream.parts` before {before}"
+            )
 
     def _take(self, most: int) -> list[int]:
         if old := self.ledger.too_old():

@@ -137,6 +137,10 @@ class Stream(Protocol):
         """The number of the weights that were published to it last."""
         ...
 
+    def check_whole(self, before: str) -> None:
+        """Raise DataError if it has delivered only a part of a batch. `before`: what needs the other parts first."""
+        ...
+
 
 class DataCursor:
     """The position of one run in its data, from its beginning or from a checkpoint."""
@@ -260,7 +264,10 @@ class DataCursor:
         return StepAccount(step, events, as_ranges(self._unfinished()), list(self._next))
 
     def reached(self) -> CursorState:
-        """Return the present state, for a checkpoint."""
+        """Return the present state, for a checkpoint. DataError if a stream has delivered only a part of a batch."""
+        for stream in self._streams:
+            if not isinstance(stream, int):
+                stream.check_whole("a checkpoint, from which a resumed run begins with a whole batch")
         published = [each if isinstance(each, int) else each.published for each in self._streams]
         published += self._before.published[len(published) :]  # those of streams that are not open yet
         used = self._used.without(self._unfinished()).pairs

@@ -13,6 +13,7 @@ from meshrl.mesh import running_calls, slow_calls
 from meshrl.overlap import read_schedule
 from meshrl.overlap.replay import Decision, Load, Opened
 from meshrl.overlap.stream_state import SwapMode
+from meshrl.tasks.cursor import DataCursor, data_cursor, in_ranges
 from meshrl.testing import Deadlock, FakePolicy, FakeReward, FakeSampler, Lognormal, crashing, delayed, simulate
 from tests.overlap.streams import POLICY, REWARD, SAMPLER, noted, spawned, trained
 
@@ -135,7 +136,8 @@ def test_a_step_begins_before_its_batch_is_whole() -> None:
 
 def test_what_is_left_of_a_batch_comes_before_the_next() -> None:
     async def script() -> list[list[int]]:
-        policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+        policy, sampler, cursor = FakePolicy(POLICY), FakeSampler(SAMPLER), DataCursor()
+        data_cursor.set(cursor)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, islice(prompts(4), 2), rl.Sampling(), ahead=1) as stream:
             begun = [await anext(stream.parts(4))]
@@ -143,9 +145,12 @@ def test_what_is_left_of_a_batch_comes_before_the_next() -> None:
                 DataError, match="2 of the 4 groups of a batch were delivered in parts: take the others"
             ):
                 await anext(stream)
+            with pytest.raises(DataError, match=r"2 of the 4 groups .* before a checkpoint, from which a resumed run"):
+                cursor.reached()
             with pytest.raises(DataError, match="cannot come in 0 parts"):
                 await anext(stream.parts(0))
             left = [part async for part in stream.parts(2)]
+            assert len(list(in_ranges(cursor.reached().used))) == 4
             await rl.publish(policy, stream)
             whole, ended = await anext(stream), [part async for part in stream.parts(3)]
             return [groups(each) for each in (begun, left, [whole], ended)]
