@@ -9,6 +9,8 @@ from meshrl.errors import DataError
 
 _DRAINED: Final = 16
 """A body of this many times the limit is read to its end, so that its client hears why it is refused."""
+_STEP: Final = 1 << 10
+"""Bytes that are decompressed at once. They become 32 MiB at most, whatever the limit is."""
 
 
 class TooLarge(DataError):
@@ -52,12 +54,18 @@ def _decompressed(body: bytes, most: int, *, partial: bool) -> bytes:
         raise DataError(
             "the body is compressed, and this server lacks the package zstandard: send it as it is"
         ) from error
-    reader = zstandard.ZstdDecompressor().stream_reader(body)
-    pieces = bytearray()
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    pieces, place = bytearray(), 0
     try:
-        while len(pieces) < most and (piece := reader.read(min(1 << 20, most - len(pieces)))):
-            pieces += piece
+        while len(pieces) < most and place < len(body) and not frame.eof:
+            pieces += frame.decompress(body[place : place + _STEP])
+            place += _STEP
     except zstandard.ZstdError as error:
         if not partial:
             raise DataError(f"the body cannot be decompressed: {error}") from error
-    return bytes(pieces)
+    if len(pieces) < most and not partial:
+        if not frame.eof:
+            raise DataError(f"the compressed body ends after {len(body)} bytes, within a frame: send all of it")
+        if after := len(frame.unused_data) + max(0, len(body) - place):
+            raise DataError(f"{after} bytes follow the compressed body: send one frame of zstd")
+    return bytes(pieces[:most])
