@@ -2,6 +2,8 @@
 
 import msgspec
 
+from meshrl.tinker.requests import Count
+
 
 class NewSession(msgspec.Struct, frozen=True):
     """Open a session."""
@@ -58,7 +60,7 @@ class Number(msgspec.Struct, frozen=True):
     """The number of a request of a model. Nothing else of it can be read."""
 
     model_id: str
-    seq_id: int
+    seq_id: Count
 
 
 class Retrieve(msgspec.Struct, frozen=True):

@@ -397,7 +397,7 @@ def _tensor(message: memoryview, space: Space) -> Tensor:
                 raise DataError(f"a tensor has the dtype number {value!r}: send float32 or int64")
             dtype = _TYPES[int(value)]
         elif number == 4:
-            shape += wire.integers(value)
+            shape += [_count(each) for each in wire.integers(value)]
     kind: Literal["float32", "int64"] = "float32" if dtype == "float32" else "int64"
     if sparse is not None:
         parts = dict(wire.fields(sparse))
@@ -426,6 +426,6 @@ def _dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], spa
 
 
 def _count(value: wire.Value) -> int:
-    if isinstance(value, memoryview) or not 0 <= value < 2**31:
-        raise DataError("a number of a request must be from 0 to 2147483647")
-    return int(value)
+    if isinstance(value, memoryview | float) or not 0 <= value < 2**31:
+        raise DataError(f"a number of a request is {value!r}: send one from 0 to 2147483647")
+    return value
