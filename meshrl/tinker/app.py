@@ -511,12 +511,15 @@ class Api:
         until, given = request.query_params.get("until", ""), request.query_params.get("signature", "")
         try:
             path = library.path_of(model, "external", name)
-            folder = self._service.library.shelf(tenant).checkpoint_folder(path) / "files"
             right = self._signature(tenant, path, file, int(until))
         except (DataError, ValueError):
             return _refusal(404, "there is no such file")
-        if not hmac.compare_digest(right, given) or int(until) < time.time() or not (folder / file).is_file():
-            return _refusal(404, "there is no such file, or the link has expired: ask for another")
+        gone = _refusal(404, "there is no such file, or the link has expired: ask for another")
+        if not hmac.compare_digest(right.encode(), given.encode()) or int(until) < time.time():
+            return gone  # before anything is looked up by names that are not ours
+        folder = self._service.library.shelf(tenant).checkpoint_folder(path) / "files"
+        if not (folder / file).is_file():
+            return gone
         return FileResponse(folder / file)
 
 
