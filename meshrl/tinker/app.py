@@ -264,7 +264,11 @@ class Api:
         return _future(f"{self._service.create(tenant, asked)}:0")
 
     async def _load(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, Load)
+        body = await self._body(request)
+        try:
+            asked = read_json(body, Load)
+        except DataError as error:
+            return _future(self._refused(tenant, body, error))
         if asked.model_id is None:
             return _future(f"{self._service.create(tenant, asked)}:0")
         return _future(self._submitted(tenant, asked.model_id, asked.seq_id, asked))
@@ -277,12 +281,18 @@ class Api:
             try:
                 asked = read_json(body, kind)
             except DataError as error:
-                asked_number = read_json(body, Number)
-                refused = Refused(asked_number.model_id, asked_number.seq_id, str(error))
-                return _future(self._submitted(tenant, refused.model_id, refused.seq_id, refused))
+                return _future(self._refused(tenant, body, error))
             return _future(self._submitted(tenant, str(asked.model_id), asked.seq_id, asked))
 
         return handle
+
+    def _refused(self, tenant: str, body: bytes, error: DataError) -> str:
+        """Let a body that cannot be read take the number that it has. The error if it has none."""
+        try:
+            known = read_json(body, Number)
+        except DataError:
+            raise error from None
+        return self._submitted(tenant, known.model_id, known.seq_id, Refused(known.model_id, known.seq_id, str(error)))
 
     def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused) -> str:
         if number is None or number < 1:
@@ -302,7 +312,9 @@ class Api:
             try:
                 asked = (pass_of_wire if binary else pass_of_json)(body, self._service.config.tinker.body_mib << 20)
             except DataError as error:
-                known = number_of(body) if binary else None
+                if not binary:
+                    return _future(self._refused(tenant, body, error))
+                known = number_of(body)
                 if known is None:
                     raise
                 asked = Refused(*known, str(error))
