@@ -504,6 +504,8 @@ class Api:
 
     async def _links(self, tenant: str, request: Request) -> Response:
         found = self._own(tenant, request)
+        if found.kind != "external":
+            raise DataError(f"{found.path} is not for other libraries: save it by save_weights_external")
         folder = self._service.library.shelf(tenant).checkpoint_folder(found.path) / "files"
         until = int(time.time()) + _LINKS
         urls: dict[str, str] = {}

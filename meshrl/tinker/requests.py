@@ -18,6 +18,7 @@ from meshrl.tinker import wire
 T = TypeVar("T")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Metadata: TypeAlias = dict[str, object]
 SPACE: Final = 64 << 20
 """Bytes that the sparse tensors of a body may have once they are whole, unless its reader says how many."""
@@ -163,8 +164,8 @@ class Optimizer(msgspec.Struct, frozen=True):
 class Lora(msgspec.Struct, frozen=True):
     """The adapters of a new model."""
 
-    rank: Annotated[int, msgspec.Meta(gt=0)]
-    seed: int | None = None
+    rank: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -211,7 +212,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """A piece of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[Count] = []
 
 
 class ModelInput(msgspec.Struct, frozen=True):
@@ -231,11 +232,11 @@ class ModelInput(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn."""
 
-    max_tokens: Annotated[int, msgspec.Meta(gt=0)] | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(gt=0, lt=2**31)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str | Count] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = -1
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
@@ -338,13 +339,13 @@ def pass_of_wire(body: bytes, most: int = SPACE) -> Pass:
             loss = wire.text(value)
         elif number == 5:
             key, number_of = _entry(value)
-            config.setdefault(key, float(number_of))
+            config.setdefault(key, wire.number(number_of))
         elif number == 6:
             backward = not value
         elif number == 7:
             key, inner = _entry(value)
             for kind, setting in wire.fields(wire.contents(inner)):
-                config[key] = wire.text(setting) if kind == 2 else float(setting)
+                config[key] = wire.text(setting) if kind == 2 else wire.number(setting)
     return Pass(model, seq, loss, config, data, backward)
 
 
@@ -402,11 +403,18 @@ def _tensor(message: memoryview, space: Space) -> Tensor:
     if sparse is not None:
         parts = dict(wire.fields(sparse))
         values, *indices = (bytes(wire.contents(parts.get(each, memoryview(b"")))) for each in (1, 2, 3))
-        rows, columns = (np.frombuffer(each, np.int64) for each in indices)
-        return _dense(np.frombuffer(values, dtype), rows, columns, shape, space)
+        rows, columns = (_values(each, "int64") for each in indices)
+        return _dense(_values(values, dtype), rows, columns, shape, space)
     if dtype == "int32":
-        data = np.frombuffer(data, np.int32).astype(np.int64).tobytes()
+        data = _values(data, "int32").astype(np.int64).tobytes()
     return Tensor(data, kind, tuple(shape) if shape else (len(data) // np.dtype(kind).itemsize,))
+
+
+def _values(data: bytes, dtype: str) -> Array:
+    """Return the numbers that bytes hold. DataError if there is a part of one."""
+    if len(data) % np.dtype(dtype).itemsize:
+        raise DataError(f"{len(data)} bytes are no whole number of {dtype}")
+    return np.frombuffer(data, dtype)
 
 
 def _dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], space: Space) -> Tensor:

@@ -54,8 +54,10 @@ def _varint(message: memoryview, place: int) -> tuple[int, int]:
 
 def integers(value: Value) -> list[int]:
     """Return the integers of one value of a repeated field."""
+    if isinstance(value, float):
+        raise DataError(f"{value} is where an integer belongs: the message is of another type")
     if not isinstance(value, memoryview):
-        return [int(value)]
+        return [value]
     found: list[int] = []
     place = 0
     while place < len(value):
@@ -70,6 +72,13 @@ def text(value: Value) -> str:
         return bytes(contents(value)).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"a text is not UTF-8: {error}") from error
+
+
+def number(value: Value) -> float:
+    """Return the number of a field. DataError if it is bytes."""
+    if isinstance(value, memoryview):
+        raise DataError(f"{len(value)} bytes are where a number belongs: the message is of another type")
+    return float(value)
 
 
 def contents(value: Value) -> memoryview:
