@@ -9,17 +9,21 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from meshrl.errors import DataError
+from meshrl import log
+from meshrl.errors import DataError, described
 from meshrl.tinker.journal import Answered, Asked, Journal, Place, record_at
 from meshrl.tinker.requests import Pass, Request
 from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.rows import tokens_of
 
+_AGAIN: Final = 1.0
+"""Seconds until it is tried again to write a result that the disk did not take."""
 _encoder: Final = msgspec.msgpack.Encoder(order="sorted")
 
 
@@ -141,8 +145,16 @@ class ModelQueue:
         pending = self._begun = self._waiting[self.next]
         return pending
 
+    @property
+    def is_begun(self) -> bool:
+        """True while a request is being applied, or its result cannot be written."""
+        return self._begun is not None
+
     def finish(self, pending: Pending, result: Result) -> None:
-        """Keep the result of the request that was begun, and wake who waits for it."""
+        """Keep the result of the request that was begun, and wake who waits for it.
+
+        If it cannot be written, OSError, and the request stays begun: its result must not be told before.
+        """
         self._results[pending.number] = self.journal.add(Answered(pending.number, result))
         del self._waiting[pending.number]
         self._begun = None
@@ -238,6 +250,14 @@ Turn: TypeAlias = tuple[ModelQueue, Pending]
 """A request whose turn it is."""
 
 
+class _Done(NamedTuple):
+    """A request that was applied, with its result."""
+
+    queue: ModelQueue
+    pending: Pending
+    result: Result
+
+
 class Worker:
     """Applies the requests of all models. Rows of several models with the same loss are applied together."""
 
@@ -259,17 +279,35 @@ class Worker:
 
     async def run(self, after: Callable[[ModelQueue], Awaitable[None]]) -> None:
         """Apply requests until this is cancelled, or the server itself fails. `after`: called between two requests."""
+        unkept: list[_Done] = []
         while True:
             self._more.clear()
             group = self._next()
-            if not group:
-                await self._more.wait()
-                continue
-            results = await self._apply(group)
-            for (queue, pending), result in zip(group, results, strict=True):
-                queue.finish(pending, result)
-                self._turns.charge(queue.tenant, pending.cost)
-            for queue, _ in group:
+            if group:
+                results = await self._apply(group)
+                done = [_Done(*turn, result) for turn, result in zip(group, results, strict=True)]
+                for queue, pending in group:
+                    self._turns.charge(queue.tenant, pending.cost)
+            else:
+                done = []
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_AGAIN if unkept else None):
+                        await self._more.wait()
+            tried, unkept = [*unkept, *done], []
+            kept: list[ModelQueue] = []
+            for each in tried:
+                try:
+                    each.queue.finish(each.pending, each.result)
+                    kept.append(each.queue)
+                except OSError as error:
+                    unkept.append(each)
+                    if each in done:
+                        log.warning(
+                            f"the result of request {each.pending.number} of {each.queue.model} cannot be written, and "
+                            "waits until it can: make room on the disk of tinker.folder",
+                            error=described(error),
+                        )
+            for queue in kept:
                 await after(queue)
 
     def _next(self) -> list[Turn]:

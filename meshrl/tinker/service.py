@@ -40,6 +40,8 @@ from meshrl.tinker.rows import batch_of, loss_of, passed, tokens_of
 _STATE: Final = "state-{:010}"
 _TOGETHER: Final = 16
 """Models whose rows go into one call, at most."""
+_AGAIN: Final = 60.0
+"""Seconds until it is tried again to write a state that could not be written."""
 _JOURNAL_BYTES: Final = 1 << 28
 """Size of a journal's file at which a state is written."""
 
@@ -61,6 +63,8 @@ class Service:
         """The models in the trainer, the one that was used last at the end."""
         self._store: set[str] = set()
         """Models whose state is to be written as soon as that is possible."""
+        self._not_before: dict[str, float] = {}
+        """Monotonic seconds before which no state of a model is tried, because one could not be written."""
         self.worker: Final = Worker(self._apply, min(models.most, _TOGETHER))
 
     async def run(self) -> None:
@@ -296,13 +300,20 @@ class Service:
         if queue.model not in self._resident:
             return
         due = queue.steps >= self.config.tinker.state_every or queue.journal.nbytes > _JOURNAL_BYTES
-        if due or queue.model in self._store:
+        if not (due or queue.model in self._store) or time.monotonic() < self._not_before.get(queue.model, 0.0):
+            return
+        try:
             await self._write_state(queue)
+        except (MeshrlError, OSError) as error:
+            if is_machine_fault(error):
+                raise
+            self._warn(queue, error)
+            self._not_before[queue.model] = time.monotonic() + _AGAIN
 
     async def _write_state(self, queue: ModelQueue) -> None:
         """Write a model's state next to its journal, unless it has gradients without a step, or nothing new."""
         number = queue.next - 1
-        if queue.accumulating or number == queue.state:
+        if queue.accumulating or queue.is_begun or number == queue.state:
             return
         folder = self.library.shelf(queue.tenant).model_folder(queue.model)
         part, state = folder / ".state", folder / _STATE.format(number)
