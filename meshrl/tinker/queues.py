@@ -146,6 +146,11 @@ class ModelQueue:
         return pending
 
     @property
+    def is_idle(self) -> bool:
+        """True if no request waits."""
+        return not self._waiting
+
+    @property
     def is_begun(self) -> bool:
         """True while a request is being applied, or its result cannot be written."""
         return self._begun is not None
@@ -272,6 +277,10 @@ class Worker:
         """Serve a queue from now on."""
         self._queues[queue.model] = queue
         self._more.set()
+
+    def remove(self, queue: ModelQueue) -> None:
+        """Serve a queue no more."""
+        del self._queues[queue.model]
 
     def wake(self) -> None:
         """Look for requests."""

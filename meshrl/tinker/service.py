@@ -155,12 +155,23 @@ class Service:
         if queue is not None and queue.tenant == tenant:
             return queue
         self.model(tenant, model)
+        self._forget()
         folder = self.library.shelf(tenant).model_folder(model)
         queue = ModelQueue(model, tenant, Journal(folder), self._room)
         queue.restore(_newest(folder))
+        queue.closed = queue.next > 0  # it counts again when it is used again
         self._queues[model] = queue
         self.worker.add(queue)
         return queue
+
+    def _forget(self) -> None:
+        """Let go of models that clients are done with. What is asked of them is read from disk again."""
+        for model, queue in list(self._queues.items()):
+            if queue.closed and queue.is_idle and model not in self._resident:
+                queue.journal.close()
+                del self._queues[model]
+                self._not_before.pop(model, None)
+                self.worker.remove(queue)
 
     def unload(self, tenant: str, model: str) -> None:
         """Take a model's place in the trainer from it, until it is used again."""
