@@ -168,6 +168,17 @@ class ModelQueue:
         if done := self._done.pop(pending.number, None):
             done.set()
 
+    def abandon(self) -> None:
+        """Forget the requests behind one that has not come, and will not: their session has finished."""
+        last = self.next
+        while last in self._waiting:
+            last += 1
+        for number in [each for each in self._waiting if each > last]:
+            self._room.give(self.tenant, self._waiting.pop(number).nbytes)
+            self._digests.pop(number)
+            if done := self._done.pop(number, None):
+                done.set()
+
     def stored(self, state: int) -> None:
         """Note that a state with all requests up to this number is on disk. The journal goes on in a new file."""
         before = self.state
@@ -203,27 +214,35 @@ def _digest(request: Request) -> bytes:
 class Room:
     """The requests and bytes that wait, of all tenants and of each."""
 
-    def __init__(self, requests: int, nbytes: int, of_tenant: Callable[[str], int]) -> None:
-        """`of_tenant`: the most requests of a tenant."""
+    def __init__(self, requests: int, nbytes: int, of_tenant: Callable[[str], int], share: float = 1.0) -> None:
+        """`of_tenant`: the most requests of a tenant. `share`: the part of the bytes that one may have."""
         self._requests, self._nbytes, self._of_tenant = requests, nbytes, of_tenant
+        self._most_bytes = int(nbytes * share)
         self._used: dict[str, int] = {}
+        self._bytes_of: dict[str, int] = {}
         self._bytes = 0
 
     def take(self, tenant: str, nbytes: int, *, known: bool = False) -> None:
         """Take room for a request. Busy if there is none. `known`: it is let in all the same."""
-        used = self._used.get(tenant, 0)
+        used, mine = self._used.get(tenant, 0), self._bytes_of.get(tenant, 0)
         if not known:
             if used >= self._of_tenant(tenant):
                 raise Busy(f"{used} requests of this key wait, which is the most: try again")
             if sum(self._used.values()) >= self._requests:
                 raise Busy(f"{self._requests} requests wait, which is the most (requests): try again")
+            if mine and mine + nbytes > self._most_bytes:
+                raise Busy(
+                    f"requests of {mine} bytes of this key wait, and it has no room for {nbytes} more: try again"
+                )
             if self._bytes and self._bytes + nbytes > self._nbytes:
                 raise Busy(f"requests of {self._bytes} bytes wait, and there is no room for {nbytes} more: try again")
-        self._used[tenant], self._bytes = used + 1, self._bytes + nbytes
+        self._used[tenant], self._bytes_of[tenant] = used + 1, mine + nbytes
+        self._bytes += nbytes
 
     def give(self, tenant: str, nbytes: int) -> None:
         """Give the room of a request back."""
         self._used[tenant] -= 1
+        self._bytes_of[tenant] -= nbytes
         self._bytes -= nbytes
 
 

@@ -52,7 +52,8 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
             else:
                 models = whole = WholeModels(policy, sampler, Path(scratch, "initial"))
                 await whole.open()
-            room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name))
+            share = 0.5 if len(tinker.tenants) > 1 else 1.0  # so that no one alone takes all
+            room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name), share)
             service = Service(config, models, Path(tinker.folder), room)
             desk = Desk(models, service.weights_folder, config.sampler.slots)
             api = Api(service, desk, room)

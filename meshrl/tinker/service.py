@@ -154,12 +154,14 @@ class Service:
         queue = self._queues.get(model)
         if queue is not None and queue.tenant == tenant:
             return queue
-        self.model(tenant, model)
+        session = self.model(tenant, model).session
         self._forget()
         folder = self.library.shelf(tenant).model_folder(model)
         queue = ModelQueue(model, tenant, Journal(folder), self._room)
         queue.restore(_newest(folder))
         queue.closed = queue.next > 0  # it counts again when it is used again
+        if self.session(tenant, session).finished is not None:
+            queue.abandon()
         self._queues[model] = queue
         self.worker.add(queue)
         return queue
@@ -182,7 +184,9 @@ class Service:
         shelf = self.library.shelf(tenant)
         shelf.put_session(msgspec.structs.replace(self.session(tenant, session), finished=reason))
         for queue in self._queues.values():
-            queue.closed |= queue.tenant == tenant and queue.model.startswith(f"{session}:")
+            if queue.tenant == tenant and queue.model.startswith(f"{session}:"):
+                queue.closed = True
+                queue.abandon()
 
     async def _apply(self, group: Sequence[Turn]) -> list[Result]:
         """Apply requests. Machine faults are raised, and other errors are the request's result."""
