@@ -2,7 +2,7 @@
 
 A client numbers the requests of a model from 1; 0 made the model. They may come in any order, and again after a lost
 connection. A request is in the journal before it has a place here. It is applied when all before it have been, and its
-result stays until two states later.
+result stays until two states later, and if it has not been told, for longer: the newest of those, in memory.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from meshrl.tinker.requests import Pass, Request
 from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.rows import tokens_of
 
+_UNTOLD_BYTES: Final = 1 << 24
+"""Size of the results of a model that are kept for longer because nobody has asked for them."""
 _AGAIN: Final = 1.0
 """Seconds until it is tried again to write a result that the disk did not take."""
 _encoder: Final = msgspec.msgpack.Encoder(order="sorted")
@@ -75,6 +77,9 @@ class ModelQueue:
         self._digests: dict[int, bytes] = {}
         """By number, of the requests since the state before the newest."""
         self._results: dict[int, Place] = {}
+        self._told: set[int] = set()
+        self._untold: dict[int, tuple[Result, int]] = {}
+        """Results that nobody has asked for, with their bytes, of requests whose records have been removed."""
         self._done: dict[int, asyncio.Event] = {}
         self._begun: Pending | None = None
 
@@ -182,17 +187,29 @@ class ModelQueue:
     def stored(self, state: int) -> None:
         """Note that a state with all requests up to this number is on disk. The journal goes on in a new file."""
         before = self.state
+        leaving = [each for each in self._digests if each <= before]
+        for number in leaving:
+            self._keep_untold(number)
         self.journal.begin(
             state, before, [Asked(number, self._waiting[number].request) for number in sorted(self._waiting)]
         )
         self.state, self.steps = state, 0
-        for number in [each for each in self._digests if each <= before]:
+        for number in leaving:
             self._digests.pop(number)
             self._results.pop(number, None)
+            self._told.discard(number)
+
+    def _keep_untold(self, number: int) -> None:
+        place = self._results.get(number)
+        record = record_at(place) if place is not None and number not in self._told else None
+        if place is not None and isinstance(record, Answered):
+            self._untold[number] = record.result, place.size
+        while sum(size for _, size in self._untold.values()) > _UNTOLD_BYTES:
+            del self._untold[next(iter(self._untold))]
 
     def has(self, number: int) -> bool:
         """True if a request is known and its result is here, or will be."""
-        return number in self._results or number in self._waiting
+        return number in self._results or number in self._waiting or number in self._untold
 
     async def result(self, number: int, seconds: float) -> Result | None:
         """Return the result of a request, once it is there. None if it is not after some seconds."""
@@ -203,6 +220,9 @@ class ModelQueue:
                     await done.wait()
             except TimeoutError:
                 return None
+        if number in self._untold:
+            return self._untold[number][0]
+        self._told.add(number)
         record = record_at(self._results[number]) if number in self._results else None
         return record.result if isinstance(record, Answered) else Failure("the result has been removed", "server")
 
