@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -35,6 +35,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of checkpoints and tenants."""
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(:(train|sample):\d{1,9})?")
 """Names of sessions, models and samplers."""
+_PART: Final = re.compile(r"\..+-[0-9a-f]{8}")
+"""Names of what is being written or removed."""
+_OLD: Final = ".old~"
+"""The end of the name of a checkpoint while another one takes its place."""
 _PREFIX: Final = "tinker://"
 _ABOUT: Final = "about.json"
 
@@ -131,6 +135,17 @@ class Shelf:
         self.folder: Final = folder
         for name in ("sessions", "samplers", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        self._recover()
+
+    def _recover(self) -> None:
+        """Put back checkpoints that a kill took away before their successors were there, and remove parts."""
+        places = ("sessions/.*", "samplers/.*", "models/*/.*", "models/*/*weights/.*", "models/*/*weights/*/.*")
+        for path in [path for place in places for path in self.folder.glob(place)]:
+            kept = path.with_name(path.name.removeprefix(".").removesuffix(_OLD))
+            if path.name.endswith(_OLD) and not kept.exists():
+                path.rename(kept)
+            elif path.name.endswith(_OLD) or _PART.fullmatch(path.name):
+                clear(path) if path.is_dir() else path.unlink()
 
     def put_session(self, session: Session) -> None:
         """Keep a session."""
@@ -221,8 +236,13 @@ class Shelf:
             yield part
             size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
             _write(part / _ABOUT, msgspec.structs.replace(checkpoint, size_bytes=size))
-            self.remove(folder)
+            sync(part)
+            old = folder.with_name(f".{folder.name}{_OLD}")
+            with suppress(FileNotFoundError):
+                folder.rename(old)
             part.rename(folder)
+            flush(folder.parent)
+            clear(old)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -273,7 +293,9 @@ def _checked(name: str) -> str:
 def _write(path: Path, value: msgspec.Struct) -> None:
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     part.write_bytes(msgspec.json.encode(value))
+    flush(part)
     part.replace(path)
+    flush(path.parent)
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
@@ -288,11 +310,16 @@ def _read(path: Path, kind: type[T]) -> T | None:
 def sync(folder: Path) -> None:
     """Flush a folder's files to disk, so that a crash of the machine cannot undo what a rename announces."""
     for path in (*folder.rglob("*"), folder):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def clear(folder: Path) -> None:
