@@ -11,7 +11,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote
@@ -23,7 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from meshrl.errors import DataError, MeshrlError
-from meshrl.tinker import library
+from meshrl.tinker import library, told
 from meshrl.tinker.asks import (
     AtPath,
     Finish,
@@ -39,7 +38,7 @@ from meshrl.tinker.asks import (
 )
 from meshrl.tinker.bodies import TooLarge, read_body
 from meshrl.tinker.library import Checkpoint, Model, Session
-from meshrl.tinker.queues import Busy, Room
+from meshrl.tinker.queues import Busy, Conflict, Room
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -228,7 +227,7 @@ class Api:
             {
                 "training_run_ids": [each.id for each in shelf.models() if each.session == session.id],
                 "sampler_ids": shelf.samplers(session.id),
-                "user_metadata": _texts(session.user_metadata),
+                "user_metadata": told.texts(session.user_metadata),
             }
         )
 
@@ -246,12 +245,12 @@ class Api:
                 found.append(
                     {
                         "session_id": each.id,
-                        "created_at": _date(each.created),
+                        "created_at": told.date(each.created),
                         "owner": tenant,
                         "project_id": each.project_id or "default",
                         "checkpoints_count": len(counts.get(each.id, ())),
                         "display_name": each.display_name,
-                        "user_metadata": _texts(each.user_metadata),
+                        "user_metadata": told.texts(each.user_metadata),
                         "checkpoint_storage_bytes": sum(one.size_bytes for one in counts.get(each.id, ())),
                     }
                 )
@@ -260,7 +259,9 @@ class Api:
     # Models
 
     async def _create_model(self, tenant: str, request: Request) -> Response:
-        asked = await self._read(request, Create)
+        asked, most = await self._read(request, Create), self._service.config.tinker.max_rank
+        if asked.lora_config is not None and asked.lora_config.rank > most:
+            raise DataError(f"adapters of rank {asked.lora_config.rank}: this server has at most {most} (max_rank)")
         return _future(f"{self._service.create(tenant, asked)}:0")
 
     async def _load(self, tenant: str, request: Request) -> Response:
@@ -396,17 +397,25 @@ class Api:
         asked = read_json(body, Sample)
         if asked.sampling_session_id is not None:
             sampler = self._service.sampler(tenant, asked.sampling_session_id)
-            name, weights = f"{sampler.id}:{asked.seq_id or 0}", sampler.path
+            number = f"once-{secrets.token_hex(12)}" if asked.seq_id is None else str(asked.seq_id)
+            name, weights = f"{sampler.id}:{number}", sampler.path
         else:
+            served, base = self._service.config.model, asked.base_model
+            if base != served and (base is not None or asked.model_path is None):
+                raise DataError(f"this server has no model {base!r}: it has {served!r}")
             name, weights = f"sample:{secrets.token_hex(12)}", asked.model_path
-        if (tenant, name) not in self._samples:
+        digest = hashlib.blake2b(msgspec.json.encode(asked), digest_size=16).hexdigest()
+        if (known := self._samples.get((tenant, name))) is not None:
+            if known.get_name() != digest:
+                raise Conflict(f"the sample {name} came before with other content: each number is one request")
+        else:
             self._room.take(tenant, len(body))
-            task = asyncio.create_task(self._drawn(tenant, weights, asked, name))
+            task = asyncio.create_task(self._drawn(tenant, weights, asked, name), name=digest)
             task.add_done_callback(lambda _: self._room.give(tenant, len(body)))
             self._samples[tenant, name] = task
             for key in [key for key, each in list(self._samples.items())[:-_KEPT] if each.done()]:
                 del self._samples[key]
-        identities = [f"{name}:{number}" for number in range(asked.num_samples)]
+        identities = [f"{name}:{each}" for each in range(asked.num_samples)]
         return _json({"request_id": name, "sample_sequence_ids": identities})
 
     async def _drawn(self, tenant: str, weights: str | None, asked: Sample, name: str) -> Result:
@@ -428,17 +437,17 @@ class Api:
 
     def _described(self, tenant: str, model: Model) -> dict[str, object]:
         found = sorted(self._service.library.shelf(tenant).checkpoints(model.id), key=lambda each: each.time)
-        last = {each.kind: _checkpoint(each) for each in found}
+        last = {each.kind: told.checkpoint(each) for each in found}
         return {
             "training_run_id": model.id,
             "base_model": model.base_model,
             "model_owner": tenant,
             "is_lora": model.rank is not None,
             "lora_rank": model.rank,
-            "last_request_time": _date(max([model.created, *(each.time for each in found)])),
+            "last_request_time": told.date(max([model.created, *(each.time for each in found)])),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": _texts(model.user_metadata),
+            "user_metadata": told.texts(model.user_metadata),
         }
 
     async def _checkpoints(self, tenant: str, request: Request) -> Response:
@@ -449,7 +458,7 @@ class Api:
         cursor: dict[str, int] | None = None
         if model is None:
             found, cursor = _page(found, request)
-        return _json({"checkpoints": [_checkpoint(each) for each in found], "cursor": cursor})
+        return _json({"checkpoints": [told.checkpoint(each) for each in found], "cursor": cursor})
 
     async def _weights_info(self, tenant: str, request: Request) -> Response:
         asked = await self._read(request, AtPath)
@@ -513,7 +522,7 @@ class Api:
             place = f"/files/{tenant}/{quote(found.model.id)}/{found.path.rpartition('/')[2]}/{quote(file)}"
             signed = self._signature(tenant, found.path, file, until)
             urls[file] = f"{str(request.base_url).rstrip('/')}{place}?until={until}&signature={signed}"
-        return _json({"urls": urls, "expires": _date(until)})
+        return _json({"urls": urls, "expires": told.date(until)})
 
     def _signature(self, tenant: str, path: str, file: str, until: int) -> str:
         text = "\n".join((tenant, path, file, str(until)))
@@ -551,27 +560,6 @@ def _future(name: str) -> Response:
 
 def _refusal(status: int, message: str, category: str = "user") -> Response:
     return _json({"error": message, "category": category}, status)
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    return None if metadata is None else {name: str(value) for name, value in metadata.items()}
-
-
-def _checkpoint(each: Checkpoint) -> dict[str, object]:
-    return {
-        "checkpoint_id": each.name,
-        "checkpoint_type": each.kind,
-        "time": _date(each.time),
-        "tinker_path": each.path,
-        "size_bytes": each.size_bytes,
-        "public": each.public,
-        "user_metadata": each.user_metadata,
-        "expires_at": None if each.expires is None else _date(each.expires),
-    }
 
 
 def _page(found: list[T], request: Request) -> tuple[list[T], dict[str, int]]:

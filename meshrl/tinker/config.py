@@ -37,6 +37,8 @@ class TinkerConfig(Config):
     `policy.model`."""
     adapters: int = Field(default=64, gt=0)
     """Models that are trained at once, of all tenants."""
+    max_rank: int = Field(default=256, gt=0)
+    """Rank of an adapter, at most."""
     state_every: int = Field(default=10, gt=0)
     """Optimizer steps of a model between two states on disk. After a restart, the requests since the last one are
     applied again."""
