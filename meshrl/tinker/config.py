@@ -31,7 +31,7 @@ class TinkerConfig(Config):
     port: int = Field(default=8000, ge=0, lt=2**16)
     """Port to listen on. 0 chooses a free one."""
     folder: str = "tinker"
-    """The folder of sessions, models and checkpoints. A server that is started again with it goes on with them."""
+    """The folder of sessions, models and checkpoints. A server that is started again with it continues with them."""
     model: str | None = None
     """Name of the model, as clients write it. They read the tokenizer of this name or folder. Default:
     `policy.model`."""

@@ -59,7 +59,7 @@ def test_adapters_are_merged_judged_and_trained_on_from_and_say_what_they_lack(t
     done("run", "mine.toml", "run.name=next", "policy.model=runs/mine/kept", "steps=1")
     assert Path("runs/next/model/config.json").is_file()
 
-    assert refused("merge", "base") == f"error: {whole.parent} has trained no adapters: its whole model is in {whole}"
+    assert refused("merge", "base") == f"error: {whole.parent} has trained no adapters: its model is in {whole}"
     (run / "kept").rename(run / "model")
     moved = run.rename(run.parent / "moved")
     whole.rename(run.parent / "elsewhere")
