@@ -62,7 +62,7 @@ T = TypeVar("T")
 Numbered: TypeAlias = OptimStep | Save | SaveForSampler | SaveExternal | Load
 
 _WAIT: Final = 20.0
-"""Seconds that a client waits for a result before it is told to ask again. The SDK waits 45."""
+"""Seconds that a client waits for a result before it has to ask again. The SDK waits 45."""
 _INLINE: Final = 4 << 20
 """Size in bytes of the largest result that is sent before the client has made room for it."""
 _KEPT: Final = 8192

@@ -1,4 +1,4 @@
-"""A model's journal: each request before it is acknowledged, and each result before it is told.
+"""A model's journal: each request before it is acknowledged, and each result before it is sent.
 
 A file holds records, one after the other: the length of its bytes, their fingerprint, and the bytes. A record that a
 kill cut off is the last one, and is removed when the file is opened again. Files begin at a state of the model, and are
@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
 
 class Journal:
-    """The files of a model's journal, of which the newest is written.
+    """The files of a model's journal. The newest is written.
 
     A record reaches the operating system before `add` returns, so it outlives this process. With `sync`, it also
     outlives the machine.
@@ -93,7 +93,7 @@ class Journal:
     def begin(self, start: int, kept: int, first: Iterable[Record]) -> None:
         """Begin a file for what follows the request `start`, and remove files that end before the request `kept`.
 
-        `first`: its first records. If they cannot be written, OSError, and the journal goes on in the file that it had.
+        `first`: its first records. If they cannot be written, OSError, and the journal stays in the file that it had.
         """
         path = self._folder / _NAME.format(start)
         if path == self._file.path:

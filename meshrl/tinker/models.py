@@ -155,7 +155,7 @@ class AdapterModels(Models):
         return False
 
     async def hold(self, folder: Path | None) -> str:
-        """Load a version of an adapter under a name of its own, unless it is there."""
+        """Load a version of an adapter under its own name, unless it is there."""
         if folder is None:
             return BASE
         version = version_of(folder)
@@ -184,7 +184,7 @@ class AdapterModels(Models):
 
 
 class WholeModels(Models):
-    """Clients' models of which all weights are trained, one at a time."""
+    """Clients' models whose weights are all trained, one at a time."""
 
     most = 1
 

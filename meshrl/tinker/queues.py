@@ -65,7 +65,7 @@ class ModelQueue:
         self.state = -1
         """The number of the last request in the newest state on disk. -1 before there is one."""
         self.accumulating = False
-        """True if there are gradients of which no step was made, so that no state can be written."""
+        """True if gradients wait for a step, so that no state can be written."""
         self.changing = False
         """True while a request changes the model in the trainer: if it fails, nobody knows how far it came."""
         self.steps = 0
@@ -84,7 +84,7 @@ class ModelQueue:
         self._begun: Pending | None = None
 
     def restore(self, state: int) -> None:
-        """Read the journal after a restart, and go on behind the requests whose results are known."""
+        """Read the journal after a restart, and continue behind the requests whose results are known."""
         self.state = state
         asked: dict[int, Pending] = {}
         for record, place in self.journal.records():
@@ -185,7 +185,7 @@ class ModelQueue:
                 done.set()
 
     def stored(self, state: int) -> None:
-        """Note that a state with all requests up to this number is on disk. The journal goes on in a new file."""
+        """Note that a state with all requests up to this number is on disk. The journal continues in a new file."""
         before = self.state
         leaving = [each for each in self._digests if each <= before]
         for number in leaving:
@@ -269,7 +269,7 @@ class Room:
 class Turns:
     """Whose turn it is: that of the tenant who was served the fewest tokens.
 
-    One who comes back after a pause is not owed what he left to others meanwhile.
+    One who comes back after a pause is not owed what he left to others.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Desk:
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def watch(self) -> None:
-        """Wait until the sampler cannot go on, and raise why."""
+        """Wait until the sampler fails for good, and raise why."""
         await self._fault
 
     async def sample(self, tenant: str, weights: str | None, request: Sample, identity: str) -> Sampled:

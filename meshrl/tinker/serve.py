@@ -30,7 +30,7 @@ _IDLE: Final = 600.0
 
 @asynccontextmanager
 async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Task[None]"]]:
-    """Serve during the block. Yields the base URL, and a task that ends only with what makes it impossible to go on.
+    """Serve during the block. Yields the base URL, and a task that ends only with an error that ends the server.
 
     Raises ConfigError if the address is taken, or if others can reach it and there are no tenants.
     """

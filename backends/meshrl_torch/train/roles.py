@@ -346,7 +346,7 @@ class TrainedPolicy(Trained, Policy):
         (folder / _TABLES).write_bytes(msgspec.json.encode(dumped))
 
     async def _restore_tables(self, folder: Path) -> Mapping[str, Slot]:
-        """Those that the state does not have are dropped, and begin anew if the policy's table declares them."""
+        """Those that the state does not have are dropped, and begin again if the policy's table declares them."""
         if self._model.adapters is None:
             return self._folders()
         slots, tables = self._trainable.slots, self._tables_in(folder)
