@@ -156,7 +156,10 @@ class Failing:
 async def test_a_request_that_failed_has_changed_nothing(model: str, tmp_path: Path) -> None:
     adam = Adam(learning_rate=1e-2)
     begin: list[Request] = [Create("session", 0, "tiny"), rows(1)]
-    step = lambda number: [OptimStep(MODEL, number, adam), Save(MODEL, number + 1, f"after-{number}")]  # noqa: E731
+
+    def step(number: int) -> list[Request]:
+        return [OptimStep(MODEL, number, adam), Save(MODEL, number + 1, f"after-{number}")]
+
     for name in ("right", "failed"):
         (tmp_path / name).mkdir()
 

@@ -297,8 +297,9 @@ class TorchSampler(SteppingSampler):
 
         After an error the old ones stay in use.
         """
-        new = of.name not in self._adapters.named
-        if not new and (has := self._adapters.named[of.name].config) and (has.rank, has.alpha) != (of.rank, of.alpha):
+        held = self._adapters.named.get(of.name)
+        new, has = held is None, held.config if held else LoraConfig(rank=of.rank, alpha=of.alpha)
+        if (has.rank, has.alpha) != (of.rank, of.alpha):
             raise ModelError(
                 f"weights of version {weights.version} belong to another model: the adapter {of.name!r} has rank = "
                 f"{of.rank} and alpha = {of.alpha}, and this sampler's has {has.rank} and {has.alpha}: give it the "
