@@ -138,7 +138,9 @@ class World(RankGroup):
         """The rank with the last stage of this one's pipeline, which computes the loss."""
         return self.grid.rank(pp=self.grid.sizes["pp"] - 1)
 
-    def total(self, share: Callable[[], Share]) -> Share:
-        """Combine the shares of all ranks. An error of one rank is raised on all."""
-        total = super().total(share)
-        return total._replace(passes=-(-total.passes // self.multiple) * self.multiple)
+    def totals(self, shares: Callable[[], Mapping[str, Share]]) -> Mapping[str, Share]:
+        """Combine the shares of all ranks by name, with passes for whole turns of the pipeline."""
+        return {
+            name: total._replace(passes=-(-total.passes // self.multiple) * self.multiple)
+            for name, total in super().totals(shares).items()
+        }

@@ -57,7 +57,7 @@ class StalenessLedger:
         self._last_trained = -1
         """The version that the last batch trains."""
         self._begun = False
-        self.taken = 0
+        self.taken: int = 0
         """Groups of the batch that is being delivered in parts. 0 between two batches."""
 
     @property

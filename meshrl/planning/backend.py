@@ -216,6 +216,9 @@ class SimLearner(SimRole):
         check_predicts(loss, predicts)
         check_sources(batch, loss)
         await self._work("update", len(batch))
+        self._stepped()
+
+    def _stepped(self) -> None:
         self.version += 1
 
 
@@ -249,7 +252,7 @@ class SimPolicy(SimLearner, Policy):
         """Increment the version. It takes no time if the record has only updates."""
         await self._work("step")
         rows, self._added = self._added, 0
-        self.version += 1
+        self._stepped()
         return _metrics(rows)
 
     async def logprobs(self, batch: Batch) -> Batch:

@@ -83,6 +83,9 @@ class _Learner:
         self.updates: deque[Batch] = deque(maxlen=256)
         """The last batches that this rank was given."""
 
+    def _stepped(self) -> None:
+        self.version += 1
+
     def _state(self) -> State:
         return State(self.state_of, self.version)
 
@@ -173,7 +176,7 @@ class FakePolicy(_Learner, Policy):
             raise DataError("nothing to step on: call forward_backward first")
         if any("advantages" not in loss.columns or _has_signal(batch, "advantages") for batch, loss in self.added):
             self.skill = min(1.0, self.skill + self.rate)
-        self.version += 1
+        self._stepped()
         batches = [batch for batch, _ in self.added]
         self.added.clear()
         return self._metrics(batches)
@@ -222,7 +225,7 @@ class FakeCritic(_Learner, Critic):
         check_predicts(loss, "values")
         check_sources(batch, loss)
         self._note(batch, loss)
-        self.version += 1
+        self._stepped()
         returns = np.asarray(batch.ragged("returns").values, np.float64)
         tokens = float(np.sum(batch.loss_mask.values))
         squares = float(returns @ returns)
@@ -377,7 +380,7 @@ class FakeRewardModel(_Learner, RewardModel):
         """Learn. Raises DataError for another kind of model's loss, or a missing column."""
         check_predicts(loss, "scores")
         self._note(batch, loss)
-        self.version += 1
+        self._stepped()
         count = float(np.sum(batch.loss_mask.values))
         return Metrics.of(loss=(count * np.exp(-self.rate * self.version), count), rows=(float(len(batch)), 1.0))
 

@@ -46,7 +46,8 @@ class Models(ABC):
     """Models in the trainer, at most."""
 
     def __init__(self, policy: Policy, sampler: Sampler) -> None:
-        self._policy, self.sampler = policy, sampler
+        self._policy = policy
+        self.sampler: Sampler = sampler
 
     @abstractmethod
     async def create(self, model: Model) -> None:
@@ -129,7 +130,7 @@ class AdapterModels(Models):
 
     def __init__(self, policy: Policy, sampler: Sampler, config: ServedConfig) -> None:
         super().__init__(policy, sampler)
-        self.most = config.tinker.adapters
+        self.most: int = config.tinker.adapters
         self._config = config
         self._held: dict[str, int] = {}
         """The uses of each version that the sampler holds, the one that was used last at the end."""
@@ -186,7 +187,7 @@ class AdapterModels(Models):
 class WholeModels(Models):
     """Clients' models whose weights are all trained, one at a time."""
 
-    most = 1
+    most: int = 1
 
     def __init__(self, policy: Policy, sampler: Sampler, initial: Path) -> None:
         """`initial`: a folder for the state of the base model."""

@@ -60,15 +60,15 @@ class ModelQueue:
         self.model: Final = model
         self.tenant: Final = tenant
         self.journal: Final = journal
-        self.next = 0
+        self.next: int = 0
         """The number of the request whose turn it is."""
-        self.state = -1
+        self.state: int = -1
         """The number of the last request in the newest state on disk. -1 before there is one."""
         self.accumulating = False
         """True if gradients wait for a step, so that no state can be written."""
         self.changing = False
         """True while a request changes the model in the trainer: if it fails, nobody knows how far it came."""
-        self.steps = 0
+        self.steps: int = 0
         """Optimizer steps since that state."""
         self.closed = False
         """True if the client is done with the model, which no longer counts for its tenant."""
