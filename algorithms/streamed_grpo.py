@@ -6,6 +6,8 @@ The trainer does not wait for the last completion of a batch, and one step is ma
     meshrl run streamed_grpo/quickstart
 """
 
+import numpy as np
+
 import meshrl as rl
 
 
@@ -31,13 +33,15 @@ async def streamed_grpo(run: rl.Run, config: StreamedGrpoConfig) -> None:
         async for _ in run.steps(config.steps):
             parts: list[rl.Batch] = []
             async for scored in stream.parts(config.parts):
-                part = await scored.load("rewards", "groups")
+                part = await scored.load("rewards", "groups", "loss_mask")
+                learns = np.any(part.loss_mask.values)  # else no reward of the part is known
                 part = part.assign(advantages=rl.group_advantages(part.rewards, part.groups))
                 if config.loss.anchor == "trainer":
                     part = await policy.logprobs(part)
                 if reference:
                     part = await reference.logprobs(part)
-                await policy.forward_backward(part, config.loss)
+                if learns:
+                    await policy.forward_backward(part, config.loss)
                 parts.append(part)
             metrics = await policy.step()
             await rl.publish(policy, stream)
