@@ -427,7 +427,7 @@ def _dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], spa
         if counts.sum() != len(columns):
             raise ValueError(f"the rows have {counts.sum()} values, and there are {len(columns)} columns")
         row = np.repeat(np.arange(len(counts)), counts)
-        whole[row, columns] = values
+        whole[row, columns.astype(np.int64)] = values
     except (IndexError, MemoryError, ValueError) as error:
         raise DataError(f"a sparse tensor of shape {list(shape)} cannot be read: {error}") from error
     return Tensor(whole.tobytes(), kind, tuple(int(each) for each in shape))
