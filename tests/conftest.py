@@ -141,7 +141,7 @@ async def browser() -> "AsyncGenerator[Browser]":
 
 
 class Warm:
-    """Ranks in processes which live as long as the session, forked from one that has imported what they need."""
+    """Ranks in processes, forked from one that has imported what they need and lives as long as the session."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -166,6 +166,12 @@ class Warm:
         self._meshes[count] = await Mesh.reserve(self._engine, count, Resources(cpus=0))
         return self._meshes[count]
 
+    async def rest(self) -> None:
+        """End the ranks: each wakes a hundred times a second for each of its groups, also when nobody asks it."""
+        for mesh in self._meshes.values():
+            await mesh.stop()
+        self._meshes.clear()
+
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.close()
@@ -176,11 +182,17 @@ class Answers(Actor):
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
-async def warm() -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
-    """`await warm(2)`: ranks in processes for tests that leave them as they were and run in the loop of the session."""
+async def warm_engine() -> AsyncGenerator[Warm]:
     made = Warm()
-    yield made.ranks
+    yield made
     await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def warm(warm_engine: Warm) -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
+    """`await warm(2)`: ranks in processes for tests that leave them as they were and run in the loop of the session."""
+    yield warm_engine.ranks
+    await warm_engine.rest()
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")

@@ -1,7 +1,8 @@
-"""Engines' templates are forked from one warm process: a session imports torch and transformers once for all of them.
+"""Engines' templates and processes of users' code are forked from one warm process, so a session imports torch,
+transformers and meshrl once for all of them.
 
-`install()` replaces `subprocess.Popen` by one which does that for `python -m meshrl.engines.processes.template`, and
-starts everything else as ever.
+`install()` replaces `subprocess.Popen` by one which does that for `python -m meshrl.engines.processes.template` and for
+a supervised `meshrl.tasks.user_worker`, and starts everything else as ever.
 """
 
 import atexit
@@ -14,9 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from meshrl import supervisor
 from tests.support.warm_process import Start
 
-WARM = ["-m", "meshrl.engines.processes.template"]
+TEMPLATE = [sys.executable, "-m", "meshrl.engines.processes.template"]
+SUPERVISOR = [sys.executable, "-I", "-S", supervisor.__file__]
+PARENT = "the warm process"
+"""In place of a number: it is the parent of what it forks, and ends with the process that asks for it."""
 _start_cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -41,6 +46,7 @@ class _WarmProcess:
                     command, pass_fds=[pipe], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
                 )
                 atexit.register(self._end, self._pid)
+        order["arguments"] = [str(self._process.pid) if each == PARENT else each for each in order["arguments"]]
         socket.send_fds(self._control, [json.dumps(order).encode()], files)
         return int(self._control.recv(64))
 
@@ -61,7 +67,11 @@ class WarmPopen(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, *others: Any) -> None:
         command = list(args) if isinstance(args, (list, tuple)) else []
-        if command[:3] != [sys.executable, *WARM]:
+        if command[:3] == TEMPLATE:
+            module, arguments = command[2], command[3:]
+        elif command[:4] == SUPERVISOR and command[6:8] == [sys.executable, "-c"] and "user_worker" in command[8]:
+            module, arguments = "meshrl.supervisor", [PARENT, *command[5:]]
+        else:
             _start_cold(self, args, *others)
             return
         names = "executable preexec_fn close_fds pass_fds cwd env startupinfo creationflags shell p2cread p2cwrite "
@@ -72,8 +82,8 @@ class WarmPopen(subprocess.Popen[Any]):
         standard = [own if each == -1 else each for own, each in enumerate(given)]
         kept = sorted(asked["pass_fds"])
         order: Start = {
-            "module": command[2],
-            "arguments": command[3:],
+            "module": module,
+            "arguments": arguments,
             "environment": dict(os.environ if asked["env"] is None else asked["env"]),
             "folder": str(asked["cwd"] or Path.cwd()),
             "files": kept,

@@ -6,9 +6,11 @@ is its process id. It ends when the socket is closed.
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
+import random
 import runpy
 import selectors
 import signal
@@ -18,13 +20,16 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TypedDict
+
+import numpy as np
 
 MODULES = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
     "transformers.generation.utils", "accelerate", "peft", "meshrl_torch.train.fsdp", "meshrl_http",
-    "meshrl_megatron",
+    "meshrl_megatron", "meshrl.tasks.user_worker",
 )  # fmt: skip
 """What engines of tests import again and again. One that is not installed is left out."""
 LARGEST = 1 << 20
@@ -94,6 +99,32 @@ def _take_files(wanted: list[int], files: list[int]) -> None:
                 os.close(each)
 
 
+class Forked(BaseException):
+    """Leaves a supervisor, in the process that was forked in place of the command `python -c CODE ARGUMENTS...`."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def fork_command(name: str, command: list[str], environment: object, **options: object) -> int:
+    """Do what `os.posix_spawnp` does for a supervisor, by a fork."""
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, which an exec sets anew
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # the one that listed them
+            if not os.get_inheritable(each):
+                os.close(each)
+    sys.argv[:] = ["-c", *command[3:]]
+    raise Forked(command[2])
+
+
 def become(order: Start, own_paths: list[str]) -> None:
     """Run the module, as an interpreter of its own would."""
     if order["new_session"]:
@@ -111,7 +142,15 @@ def become(order: Start, own_paths: list[str]) -> None:
         sys.modules["sitecustomize"].note("engine")
     status = 1
     try:
-        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        if order["module"] == "meshrl.supervisor":
+            os.posix_spawnp = fork_command  # type: ignore[assignment]
+        try:
+            runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+        except Forked as forked:
+            random.seed()
+            np.random.seed()  # noqa: NPY002 -- as of a process that was just started
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(forked.code, vars(sys.modules["__main__"]))  # noqa: S102 -- as `python -c` does
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
