@@ -70,9 +70,9 @@ CASES = [
     *asked(layout(SHARED, dp=2), EXPERTS, model="mixture"),
     *asked(layout({"sequence_parallel": False}, tp=2), KEPT, AXIS),
     *asked(layout(pp=2, tp=2), [], AXIS),
-    *asked(layout(pp=2, cp=2), [], [log_probs_of_transformers, numbers.POLICY[0]]),
     *asked(layout(SHARED, dp=2, tp=2), [], EXPERTS, "mixture"),
-    *asked(layout(SHARED, pp=2, cp=2, tp=2), TOGETHER, model="mixture"),
+    *asked(layout(SHARED, dp=2, pp=2, tp=2), TOGETHER, model="mixture"),
+    *asked(layout(pp=2, cp=2), [log_probs_of_transformers, numbers.POLICY[0]]),
     *asked(layout(SHARED, dp=2, pp=2, cp=2, tp=2), [], [*TOGETHER, *EXPERTS], "mixture"),
 ]
 
