@@ -18,7 +18,6 @@ from meshrl.run.trackers import TrackedRun, Trackers, make_tracker
 from tests.first_hour.terminal import FAKES, SMALL, done, refused
 
 QUICK = (*FAKES, *SMALL, "prompts=4")
-TELL = 'run.log=["tensorboard", "wandb", "mlflow", "trackio"]'
 EVERY = ("run.samples_every=2", "run.checkpoint_every=2")
 CODE = """
 import json, sys
@@ -32,6 +31,8 @@ for more in (["steps=2"], ["steps=4", "run.resume=true"]):
     except SystemExit as ended:
         assert not ended.code
 del sys.modules["pandas"]
+if "trackio" not in sys.argv[-1]:
+    sys.exit()
 from trackio.sqlite_storage import SQLiteStorage as storage
 
 (name,) = storage.get_runs("meshrl")
@@ -41,15 +42,19 @@ open("trackio.json", "w").write(json.dumps(kept, default=str))
 """
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that went on for two more, each library told to keep what it has in a folder."""
-    folder = tmp_path_factory.mktemp("tracked")
+def track(folder: Path, *libraries: str) -> Path:
+    """Make a run of two steps and go on for two more, each library told to keep what it has in a folder."""
+    tell = f"run.log={json.dumps(libraries)}"
     environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
-    command = [sys.executable, "-c", CODE, *QUICK, TELL, *EVERY]
+    command = [sys.executable, "-c", CODE, *QUICK, *EVERY, tell]
     ended = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
     assert (ended.returncode, "receives nothing more" in ended.stderr) == (0, False), ended.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return track(tmp_path_factory.mktemp("tracked"), "mlflow", "trackio")
 
 
 def rewards(folder: Path) -> list[float]:
@@ -78,8 +83,8 @@ def records(file: Path) -> Iterator[bytes]:
 
 
 @pytest.mark.process
-@pytest.mark.xdist_group("trackers")
-def test_wandb(tracked: Path) -> None:
+def test_wandb(tmp_path: Path) -> None:
+    tracked = track(tmp_path, "tensorboard", "wandb")
     record = import_module("wandb.proto.wandb_internal_pb2").Record
     files = sorted(tracked.glob("runs/quickstart/wandb/offline-run-*/*.wandb"))
     assert len(files) == 1, "a resumed run writes all of it again, because wandb counts its lines from 0"
@@ -100,6 +105,7 @@ def test_wandb(tracked: Path) -> None:
     assert [each.artifact.type for each in told if each.HasField("artifact")].count("report") == 1
 
 
+@pytest.mark.wide
 @pytest.mark.process
 @pytest.mark.xdist_group("trackers")
 @pytest.mark.filterwarnings("default")
@@ -125,6 +131,7 @@ def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (list(rows.columns), len(rows)) == (table["columns"], len(table["data"]))
 
 
+@pytest.mark.wide
 @pytest.mark.process
 @pytest.mark.xdist_group("trackers")
 def test_trackio(tracked: Path) -> None:
