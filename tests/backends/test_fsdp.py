@@ -295,8 +295,8 @@ def test_an_algorithm_gives_its_sampler_what_it_needs() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation_checkpointing": True},
-        *(pytest.param(each, marks=pytest.mark.wide) for each in ({}, {"lora": LORA})),
+        {},
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ({"activation_checkpointing": True}, {"lora": LORA})),
     ],
     ids=str,
 )
@@ -307,14 +307,14 @@ async def test_nothing_compiles_after_the_second_step(monkeypatch: pytest.Monkey
     torch._dynamo.reset()
     table = {"model": MODEL.model_copy(update={"layers": layers}), "micro_batch_tokens": 60, **changes}
     plain, compiled = policy(**table), policy(**table, fsdp={"compile": True})
-    proved = counter.frame_count  # by the proof that rows may be packed
-    batches = [rollouts(seed=seed) for seed in range(4)]
-    assert len({int(batch.tokens.lengths.sum()) for batch in batches}) == 4
+    assert counter.frame_count == 0, "the proof that rows may be packed is not compiled"
+    batches = [rollouts(seed=seed) for seed in range(3)]
+    assert len({int(batch.tokens.lengths.sum()) for batch in batches}) == 3
     counts: list[int] = []
     for seed, batch in enumerate(batches):
         found, expected = await updated(compiled, plain, seed=seed)
         assert found == pytest.approx(expected, rel=1e-4)
         await compiled.logprobs(batch)
         counts.append(counter.frame_count)
-    assert 0 < counts[1] < proved + 2 * layers  # the layers share what is compiled
-    assert counts[1:] == [counts[1]] * 3
+    assert 0 < counts[1] < 2 * layers  # the layers share what is compiled
+    assert counts[1] == counts[2]

@@ -137,8 +137,8 @@ def why_not_packed(model: "LanguageModel") -> ModelError | None:
     name, network = type(model.network).__name__, model.network
     packed, wrong = replace(model, layout=PACKED), None
     network.set_attn_implementation(PACKED.attention)
-    try:
-        with torch.no_grad():
+    try:  # compiled blocks would be compiled for these passes alone, and they hold no attention
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             followed, rows, seen = _seen_behind_others(packed)
             if not torch.equal(rows[1][:-1], seen) and not (_regroups(packed, followed) and _are_a_batch(packed)):
                 wrong = "see each other"
