@@ -297,7 +297,7 @@ class AlgorithmConfig(Config):
             alone = {
                 key: own for key, own in named.items() if isinstance(own, Mapping) and own.get("sync") == "adapters"
             }
-            adapters |= {"adapters": alone} if alone else {}
+            adapters |= {"adapters": alone} if alone or not named else {}
         shared = {key: policy[key] for key in _OF_THE_POLICYS_MODEL if key in policy}
         for name, field in cls.model_fields.items():
             kinds = _with_the_policys_model(field.annotation)
