@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
@@ -55,8 +54,8 @@ from meshrl.tinker.requests import (
     read_json,
 )
 from meshrl.tinker.results import JSON, PROTOBUF, Failure, Result, reply
-from meshrl.tinker.samples import Desk
-from meshrl.tinker.service import Service, Unknown, failure_of
+from meshrl.tinker.samples import Desk, Kept
+from meshrl.tinker.service import Service, Unknown
 
 T = TypeVar("T")
 Numbered: TypeAlias = OptimStep | Save | SaveForSampler | SaveExternal | Load
@@ -65,8 +64,6 @@ _WAIT: Final = 20.0
 """Seconds that a client waits for a result before it has to ask again. The SDK waits 45."""
 _INLINE: Final = 4 << 20
 """Size in bytes of the largest result that is sent before the client has made room for it."""
-_KEPT: Final = 8192
-"""Results of samples that are kept, at least."""
 _LINKS: Final = 3600
 """Seconds for which a link to a file of a checkpoint is valid."""
 _LEFT: Final = 499
@@ -81,7 +78,7 @@ class Api:
         config = service.config.tinker
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
-        self._samples: OrderedDict[tuple[str, str], asyncio.Task[Result]] = OrderedDict()
+        self._samples = Kept(int(config.samples_mib * 2**20))
         self._clones: dict[str, int] = {}
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
             "client/config": self._client_config,
@@ -157,7 +154,7 @@ class Api:
             except Unknown as error:
                 return _refusal(410 if isinstance(error, _Gone) else 404, str(error))
             except (MeshrlError, OSError) as error:
-                failure = failure_of(error)
+                failure = self._service.failure(error)
                 return _refusal(400 if failure.category == "user" else 500, failure.error, failure.category)
 
         return endpoint
@@ -351,15 +348,16 @@ class Api:
         body, kind = reply(result, binary=PROTOBUF in request.headers.get("accept", ""))
         if asked.allow_metadata_only and len(body) > _INLINE:
             return _json({"status": "complete_metadata", "response_payload_size": len(body)})
+        self._samples.told(tenant, asked.request_id)
         return Response(body, media_type=kind)
 
     async def _result(self, tenant: str, name: str) -> Result | None:
         """Return the result of a request, None if there is none yet. Unknown if it is nobody's."""
-        if task := self._samples.get((tenant, name)):
-            done, _ = await asyncio.wait([task], timeout=_WAIT)
+        if task := self._samples.get(tenant, name):
+            await asyncio.wait([task], timeout=_WAIT)
             if task.cancelled():
                 return Failure("the sample was cancelled", "user")
-            return task.result() if done else None
+            return task.result() if task.done() else None
         model, _, number = name.rpartition(":")
         if ":train:" not in model or not number.isdigit():
             raise _Gone(f"there is no request {name}: it was made before the server was started, or is long done")
@@ -370,7 +368,7 @@ class Api:
 
     async def _cancel(self, tenant: str, request: Request) -> Response:
         asked = await self._read(request, Retrieve)
-        if task := self._samples.get((tenant, asked.request_id)):
+        if task := self._samples.get(tenant, asked.request_id):
             task.cancel()
         return Response(status_code=204)
 
@@ -405,16 +403,14 @@ class Api:
                 raise DataError(f"this server has no model {base!r}: it has {served!r}")
             name, weights = f"sample:{secrets.token_hex(12)}", asked.model_path
         digest = hashlib.blake2b(msgspec.json.encode(asked), digest_size=16).hexdigest()
-        if (known := self._samples.get((tenant, name))) is not None:
+        if (known := self._samples.get(tenant, name)) is not None:
             if known.get_name() != digest:
                 raise Conflict(f"the sample {name} came before with other content: each number is one request")
         else:
             self._room.take(tenant, len(body))
             task = asyncio.create_task(self._drawn(tenant, weights, asked, name), name=digest)
             task.add_done_callback(lambda _: self._room.give(tenant, len(body)))
-            self._samples[tenant, name] = task
-            for key in [key for key, each in list(self._samples.items())[:-_KEPT] if each.done()]:
-                del self._samples[key]
+            self._samples.add(tenant, name, task)
         identities = [f"{name}:{each}" for each in range(asked.num_samples)]
         return _json({"request_id": name, "sample_sequence_ids": identities})
 
@@ -424,7 +420,7 @@ class Api:
                 self._service.library.find(tenant, weights)
             return await self._desk.sample(tenant, weights, asked, name)
         except Exception as error:  # noqa: BLE001 -- the result of the request
-            return failure_of(error)
+            return self._service.failure(error)
 
     # Checkpoints
 

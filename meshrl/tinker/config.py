@@ -20,7 +20,7 @@ class TenantConfig(Config):
     requests: int = Field(default=1024, gt=0)
     """Requests that wait, at most. Further ones get status 429, after which the SDK tries again."""
     storage_gib: float = Field(default=100.0, gt=0)
-    """GiB of checkpoints, at most."""
+    """GiB of checkpoints, states and journals, at most."""
 
 
 class TinkerConfig(Config):
@@ -50,6 +50,11 @@ class TinkerConfig(Config):
     """Requests that wait, at most. Further ones get status 429."""
     waiting_mib: int = Field(default=1024, gt=0)
     """Size of the bodies of all requests that wait, in MiB."""
+    samples_mib: float = Field(default=256.0, gt=0)
+    """Size of the results of samples that are kept of each tenant, in MiB: the newest that have not been fetched."""
+    session_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds without a sign of a session's client, after which its models no longer count for its tenant, and its
+    requests that wait for another are dropped. The SDK gives a sign every 10 seconds."""
     timeout: float = Field(default=60.0, gt=0)
     """Time limit in seconds for a client to send a body."""
     compress: bool = False

@@ -299,9 +299,12 @@ class _JsonPass(msgspec.Struct, frozen=True):
 def read_json(body: bytes, kind: type[T]) -> T:
     """Read a request from JSON. DataError says what is wrong with it."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        read = msgspec.json.decode(body, type=kind)
+        if kind is not _JsonPass:  # it has no values of any type, which JSON has and no file or answer could hold
+            msgspec.msgpack.encode(read)
+    except (msgspec.DecodeError, OverflowError, RecursionError) as error:
         raise DataError(f"the body is not a {kind.__name__}: {error}") from error
+    return read
 
 
 def pass_of_json(body: bytes, most: int = SPACE) -> Pass:

@@ -91,6 +91,11 @@ class Sampled(msgspec.Struct, frozen=True, tag="sample"):
 Result: TypeAlias = Plain | Failure | Passed | Sampled
 
 
+def nbytes_of(result: Result) -> int:
+    """Return about how many bytes a result takes."""
+    return len(msgspec.msgpack.encode(result))
+
+
 def reply(result: Result, *, binary: bool) -> tuple[bytes, str]:
     """Return the body and the content type of a result. `binary`: whether the client accepts protocol buffers."""
     if isinstance(result, Failure):

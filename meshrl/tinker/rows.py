@@ -144,22 +144,26 @@ def _tensors(loss: str, datum: Datum, tokens: int, where: str) -> dict[str, NDAr
     return given
 
 
-def passed(request: Pass, logprobs: Ragged, losses: Ragged | None) -> Passed:
+def passed(batch: Batch, logprobs: Ragged, losses: NDArray[np.float32]) -> Passed:
     """Return a request's result: the log-prob of each target, and the sum of the losses.
 
-    `logprobs` and `losses` are ragged float32, of the rows of `batch_of`. Without losses, which a forward pass does not
-    compute, only that of `cross_entropy` is known.
+    `batch` is that of `batch_of`, `logprobs` are ragged float32 of its rows, and `losses` float32[tokens].
     """
-    kept = np.ones(len(logprobs.values), np.bool_)
-    kept[logprobs.offsets[:-1]] = False
-    values = np.asarray(logprobs.values, np.float32)[kept]
-    metrics: dict[str, float] = {}
-    if losses is not None:
-        metrics["loss:sum"] = float(np.sum(losses.values, dtype=np.float64))
-    elif request.loss == "cross_entropy":
-        weights = np.concatenate([datum.inputs[_WEIGHTS].array for datum in request.data])
-        metrics["loss:sum"] = -float(weights.astype(np.float64) @ values.astype(np.float64))
+    values = np.asarray(logprobs.values, np.float32)[batch.loss_mask.values]
+    metrics = {"loss:sum": float(np.sum(losses, dtype=np.float64))}
     return Passed((logprobs.lengths - 1).tolist(), values.tobytes(), metrics)
+
+
+def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float32]:
+    """Return the losses of the learned tokens, float32[tokens], as a pass with gradients computes them."""
+    import torch  # noqa: PLC0415 -- where it is used
+
+    learned = batch.loss_mask.values
+    rows = np.repeat(np.arange(len(batch)), batch.tokens.lengths)
+    given = {name: rows if name == "rows" else batch.ragged(name).values for name in loss.columns}
+    columns = {name: torch.from_numpy(values[learned]) for name, values in given.items()}
+    found: NDArray[np.float32] = loss(torch.from_numpy(logprobs.values[learned]), columns).values.numpy()
+    return found
 
 
 def tokens_of(data: Sequence[Datum]) -> int:

@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +21,12 @@ from meshrl.run import is_machine_fault
 from meshrl.tinker.models import Models, Version, version_of
 from meshrl.tinker.queues import Turns
 from meshrl.tinker.requests import JsonTensor, Sample
-from meshrl.tinker.results import Drawn, Sampled, TopK
+from meshrl.tinker.results import Drawn, Result, Sampled, TopK, nbytes_of
 
 _MASKED: Final = -99999.0
 """The log-prob of a place without one, with token 0."""
+_RESULTS: Final = 8192
+"""Most results of samples that are kept of each tenant."""
 _MOST: Final = 128
 """Most probable tokens of a place, at most."""
 
@@ -33,6 +37,42 @@ class _Waiting:
     weights: str | None
     rows: int
     go: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Kept:
+    """The results of samples, by tenant and name, until they have been fetched, and while there is room."""
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`: of the results of one tenant, at most. The newest is kept whatever its size."""
+        self._nbytes = nbytes
+        self._tasks: dict[str, OrderedDict[str, asyncio.Task[Result]]] = {}
+        """Those that leave next first."""
+        self._sizes: dict[asyncio.Task[Result], int] = {}
+
+    def get(self, tenant: str, name: str) -> asyncio.Task[Result] | None:
+        """Return the task that draws a sample. None if there is none, or its result is gone."""
+        return self._tasks.get(tenant, {}).get(name)
+
+    def add(self, tenant: str, name: str, task: asyncio.Task[Result]) -> None:
+        """Keep the result of a task."""
+        self._tasks.setdefault(tenant, OrderedDict())[name] = task
+        task.add_done_callback(partial(self._drawn, tenant))
+
+    def told(self, tenant: str, name: str) -> None:
+        """Note that a result was sent. It is kept for a client that lost it, as long as nobody else needs its room."""
+        if self.get(tenant, name) is not None:
+            self._tasks[tenant].move_to_end(name, last=False)
+
+    def _drawn(self, tenant: str, task: asyncio.Task[Result]) -> None:
+        tasks = self._tasks[tenant]
+        self._sizes[task] = 0 if task.cancelled() else nbytes_of(task.result())
+        total = sum(self._sizes.get(each, 0) for each in tasks.values())
+        for name, each in list(tasks.items()):
+            if total <= self._nbytes and len(tasks) <= _RESULTS:
+                return
+            if each.done() and each is not task:
+                total -= self._sizes.pop(each)
+                del tasks[name]
 
 
 class Desk:

@@ -22,7 +22,7 @@ from meshrl.tinker.config import ServedConfig, TenantConfig
 from meshrl.tinker.journal import Journal
 from meshrl.tinker.library import Checkpoint, Kind, Library, Model, Sampler, Session
 from meshrl.tinker.models import Models
-from meshrl.tinker.queues import ModelQueue, Pending, Room, Turn, Worker
+from meshrl.tinker.queues import Busy, ModelQueue, Pending, Room, Turn, Worker
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -35,7 +35,7 @@ from meshrl.tinker.requests import (
     SaveForSampler,
 )
 from meshrl.tinker.results import Failure, Plain, Result
-from meshrl.tinker.rows import batch_of, loss_of, passed, tokens_of
+from meshrl.tinker.rows import batch_of, loss_of, losses_of, passed, tokens_of
 
 _STATE: Final = "state-{:010}"
 _TOGETHER: Final = 16
@@ -65,11 +65,29 @@ class Service:
         """Models whose state is to be written as soon as that is possible."""
         self._not_before: dict[str, float] = {}
         """Monotonic seconds before which no state of a model is tried, because one could not be written."""
+        self._heard: dict[str, float] = {}
+        """Monotonic seconds of the last sign of each session's client."""
+        self._stored: dict[str, tuple[float, int]] = {}
+        """Monotonic seconds at which the files of a tenant were counted, and their bytes."""
         self.worker: Final = Worker(self._apply, min(models.most, _TOGETHER))
 
     async def run(self) -> None:
         """Apply requests until this is cancelled. Raises what ends the server, such as the loss of a rank."""
-        await self.worker.run(self._after)
+        expiring = asyncio.create_task(self._expire())
+        try:
+            await self.worker.run(self._after)
+        finally:
+            expiring.cancel()
+
+    async def _expire(self) -> None:
+        """Let go of what clients have left who give no sign any more."""
+        while True:
+            await asyncio.sleep(self.config.tinker.session_timeout / 4)
+            since = time.monotonic() - self.config.tinker.session_timeout
+            self._heard = {session: heard for session, heard in self._heard.items() if heard > since}
+            for queue in self._queues.values():
+                if queue.model.partition(":")[0] not in self._heard:
+                    queue.leave()
 
     def close(self) -> None:
         """Close all journals."""
@@ -87,6 +105,7 @@ class Service:
         found = self.library.shelf(tenant).session(name)
         if found is None:
             raise Unknown(f"there is no session {name}: create one")
+        self._heard[name] = time.monotonic()
         return found
 
     def model(self, tenant: str, name: str) -> Model:
@@ -145,14 +164,32 @@ class Service:
         Raises Unknown, Conflict and Busy.
         """
         queue = self.queue(tenant, model)
+        if isinstance(request, Pass) and number >= queue.next and not queue.has(number):
+            self._check_storage(tenant)
+        before = queue.journal.nbytes
         if queue.add(number, request):
             self.worker.wake()
+            counted, used = self._stored.get(tenant, (0.0, 0))
+            self._stored[tenant] = counted, used + queue.journal.nbytes - before
         return f"{model}:{number}"
+
+    def _check_storage(self, tenant: str) -> None:
+        """Raise Busy if a tenant's files leave no room for rows in a journal. Counts them anew after a second."""
+        quota, now = self.tenant(tenant), time.monotonic()
+        if quota is None:
+            return
+        counted, used = self._stored.get(tenant, (0.0, 0))
+        if now - counted > 1.0:
+            used = self.library.shelf(tenant).nbytes()
+            self._stored[tenant] = now, used
+        if used > quota.storage_gib * 2**30:
+            raise Busy(f"the files of this key have {used:,} bytes, which is the most: delete some checkpoints")
 
     def queue(self, tenant: str, model: str) -> ModelQueue:
         """Return the requests of a model, from disk if this is the first that is asked of it since the start."""
         queue = self._queues.get(model)
         if queue is not None and queue.tenant == tenant:
+            self._heard[model.partition(":")[0]] = time.monotonic()
             return queue
         session = self.model(tenant, model).session
         self._forget()
@@ -185,8 +222,7 @@ class Service:
         shelf.put_session(msgspec.structs.replace(self.session(tenant, session), finished=reason))
         for queue in self._queues.values():
             if queue.tenant == tenant and queue.model.startswith(f"{session}:"):
-                queue.closed = True
-                queue.abandon()
+                queue.leave()
 
     async def _apply(self, group: Sequence[Turn]) -> list[Result]:
         """Apply requests. Machine faults are raised, and other errors are the request's result."""
@@ -219,7 +255,7 @@ class Service:
         except (MeshrlError, OSError) as error:
             if is_machine_fault(error):
                 raise
-            failure = failure_of(error)
+            failure = self.failure(error)
             is_begun = any(queue.changing for queue, _ in group)
             for queue, pending in group:
                 refused = failure.category == "user" and isinstance(pending.request, Pass)
@@ -241,8 +277,8 @@ class Service:
         for queue, _ in group:
             queue.changing, queue.accumulating = False, True
         return [
-            passed(request, batch.ragged("logprobs"), batch.ragged("losses"))
-            for request, batch in zip(requests, rows, strict=True)
+            passed(own, batch.ragged("logprobs"), batch.ragged("losses").values)
+            for own, batch in zip(batches, rows, strict=True)
         ]
 
     async def _bring(self, queue: ModelQueue) -> None:
@@ -373,8 +409,9 @@ class Service:
         if changed is not None:
             return changed
         if isinstance(request, Pass):
-            loss_of(request)  # refuses one that does not exist
-            return passed(request, await self.models.logprobs(model, batch_of(request)), None)
+            loss, batch = loss_of(request), batch_of(request)
+            logprobs = await self.models.logprobs(model, batch)
+            return passed(batch, logprobs, losses_of(loss, batch, logprobs))
         if isinstance(request, Refused):
             return Failure(request.error, "user")
         if isinstance(request, Save):
@@ -438,7 +475,7 @@ class Service:
             return
         quota = self.tenant(queue.tenant)
         if quota is not None and (used := shelf.nbytes()) > quota.storage_gib * 2**30:
-            raise DataError(f"the checkpoints of this key have {used:,} bytes, which is the most: delete some")
+            raise DataError(f"the files of this key have {used:,} bytes, which is the most: delete some checkpoints")
         metadata = getattr(request, "user_metadata", None)
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         about = Checkpoint(
@@ -475,12 +512,19 @@ class Service:
             raise Unknown(f"there is no sampling session {name}: create one")
         return found
 
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the result of a request that failed. It says who is to blame."""
-    cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ else error
-    category: Literal["user", "server"] = "user" if isinstance(cause, DataError | ConfigError) else "server"
-    return Failure(str(cause) if isinstance(cause, MeshrlError) else f"{type(cause).__name__}: {cause}", category)
+    def failure(self, error: BaseException) -> Failure:
+        """Return the result of a request that failed. It says who is to blame, and not where the server keeps what."""
+        cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ else error
+        category: Literal["user", "server"] = "user" if isinstance(cause, DataError | ConfigError) else "server"
+        if category == "server":
+            log.warning("a request failed", error=described(cause))
+        if isinstance(cause, MeshrlError):
+            folder = self.library.folder
+            text = str(cause).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+        else:
+            why = cause.strerror if isinstance(cause, OSError) else None
+            text = f"{type(cause).__name__}: {why or 'the log of the server says more'}"
+        return Failure(text, category)
 
 
 def _newest(folder: Path) -> int:
