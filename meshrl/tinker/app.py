@@ -10,6 +10,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote
@@ -21,6 +22,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from meshrl.errors import DataError, MeshrlError
+from meshrl.remote import Call, Generate
 from meshrl.tinker import library, told
 from meshrl.tinker.asks import (
     AtPath,
@@ -37,7 +39,7 @@ from meshrl.tinker.asks import (
 )
 from meshrl.tinker.bodies import TooLarge, read_body
 from meshrl.tinker.library import Checkpoint, Model, Session
-from meshrl.tinker.queues import Busy, Conflict, Room
+from meshrl.tinker.queues import Busy, Room
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -52,6 +54,7 @@ from meshrl.tinker.requests import (
     pass_of_json,
     pass_of_wire,
     read_json,
+    read_packed,
 )
 from meshrl.tinker.results import JSON, PROTOBUF, Failure, Result, reply
 from meshrl.tinker.samples import Desk, Kept
@@ -78,7 +81,7 @@ class Api:
         config = service.config.tinker
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
-        self._samples = Kept(int(config.samples_mib * 2**20))
+        self._samples = Kept(int(config.samples_mib * 2**20), room)
         self._clones: dict[str, int] = {}
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
             "client/config": self._client_config,
@@ -101,6 +104,8 @@ class Api:
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "asample": self._sample,
+            "meshrl/call": self._call,
+            "meshrl/generate": self._generate,
             "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
@@ -292,7 +297,7 @@ class Api:
             raise error from None
         return self._submitted(tenant, known.model_id, known.seq_id, Refused(known.model_id, known.seq_id, str(error)))
 
-    def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused) -> str:
+    def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused | Call) -> str:
         if number is None or number < 1:
             raise DataError(f"a request of {model} has the number {number}: its seq_id counts from 1")
         return self._service.submit(tenant, model, number, asked)
@@ -391,8 +396,7 @@ class Api:
         return _json({"sampler_id": sampler.id, "base_model": sampler.base_model, "model_path": sampler.path})
 
     async def _sample(self, tenant: str, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read_json(body, Sample)
+        asked = await self._read(request, Sample)
         if asked.sampling_session_id is not None:
             sampler = self._service.sampler(tenant, asked.sampling_session_id)
             number = f"once-{secrets.token_hex(12)}" if asked.seq_id is None else str(asked.seq_id)
@@ -402,25 +406,29 @@ class Api:
             if base != served and (base is not None or asked.model_path is None):
                 raise DataError(f"this server has no model {base!r}: it has {served!r}")
             name, weights = f"sample:{secrets.token_hex(12)}", asked.model_path
-        digest = hashlib.blake2b(msgspec.json.encode(asked), digest_size=16).hexdigest()
-        if (known := self._samples.get(tenant, name)) is not None:
-            if known.get_name() != digest:
-                raise Conflict(f"the sample {name} came before with other content: each number is one request")
-        else:
-            self._room.take(tenant, len(body))
-            task = asyncio.create_task(self._drawn(tenant, weights, asked, name), name=digest)
-            task.add_done_callback(lambda _: self._room.give(tenant, len(body)))
-            self._samples.add(tenant, name, task)
+        draw = partial(self._drawn, tenant, weights, lambda: self._desk.sample(tenant, weights, asked, name))
+        self._samples.begin(tenant, name, msgspec.json.encode(asked), draw)
         identities = [f"{name}:{each}" for each in range(asked.num_samples)]
         return _json({"request_id": name, "sample_sequence_ids": identities})
 
-    async def _drawn(self, tenant: str, weights: str | None, asked: Sample, name: str) -> Result:
+    async def _drawn(self, tenant: str, weights: str | None, draw: Callable[[], Awaitable[Result]]) -> Result:
         try:
             if weights is not None:
                 self._service.library.find(tenant, weights)
-            return await self._desk.sample(tenant, weights, asked, name)
+            return await draw()
         except Exception as error:  # noqa: BLE001 -- the result of the request
             return self._service.failure(error)
+
+    async def _generate(self, tenant: str, request: Request) -> Response:
+        body = await self._body(request)
+        asked = read_packed(body, Generate)
+        draw = partial(self._drawn, tenant, asked.path, lambda: self._desk.generate(tenant, asked))
+        self._samples.begin(tenant, asked.name, body, draw)
+        return _json({"request_id": asked.name})
+
+    async def _call(self, tenant: str, request: Request) -> Response:
+        asked = read_packed(await self._body(request), Call)
+        return _future(self._submitted(tenant, asked.model_id, asked.seq_id, asked))
 
     # Checkpoints
 

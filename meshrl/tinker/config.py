@@ -42,6 +42,8 @@ class TinkerConfig(Config):
     state_every: int = Field(default=10, gt=0)
     """Optimizer steps of a model between two states on disk. After a restart, the requests since the last one are
     applied again."""
+    record: bool = False
+    """Keep journals whole, so that `meshrl replay` can repeat each model's requests from the first one."""
     samplers_kept: int = Field(default=16, gt=0)
     """Weights without a name that are kept for samplers, of each model."""
     body_mib: int = Field(default=64, gt=0)

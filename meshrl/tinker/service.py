@@ -13,9 +13,12 @@ from typing import Final, Literal, cast
 import msgspec
 
 from meshrl import log
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed, described
 from meshrl.events import Request as RequestEvent
 from meshrl.events import sink
+from meshrl.remote import Call, Made, Packed
+from meshrl.roles import Step
 from meshrl.run import is_machine_fault
 from meshrl.tinker import library
 from meshrl.tinker.config import ServedConfig, TenantConfig
@@ -36,8 +39,11 @@ from meshrl.tinker.requests import (
 )
 from meshrl.tinker.results import Failure, Plain, Result
 from meshrl.tinker.rows import batch_of, loss_of, losses_of, passed, tokens_of
+from meshrl.tinker.weights_file import version_in
 
 _STATE: Final = "state-{:010}"
+_UNNAMED: Final = "unnamed-{:08}"
+"""The name of weights for samplers that a client gave no name."""
 _TOGETHER: Final = 16
 """Models whose rows go into one call, at most."""
 _AGAIN: Final = 60.0
@@ -194,7 +200,7 @@ class Service:
         session = self.model(tenant, model).session
         self._forget()
         folder = self.library.shelf(tenant).model_folder(model)
-        queue = ModelQueue(model, tenant, Journal(folder), self._room)
+        queue = ModelQueue(model, tenant, Journal(folder, keeps=self.config.tinker.record), self._room)
         queue.restore(_newest(folder))
         queue.closed = queue.next > 0  # it counts again when it is used again
         if self.session(tenant, session).finished is not None:
@@ -394,6 +400,8 @@ class Service:
             queue.changing = queue.accumulating = False
             queue.steps += 1
             return Plain({"metrics": dict(metrics), "type": "optim_step"})
+        if isinstance(request, Call) and request.verb in ("update", "forward_backward", "step"):
+            return await self._called(queue, request)
         if isinstance(request, Load):
             _, folder = self.library.find(queue.tenant, request.path)
             queue.changing = True
@@ -402,6 +410,32 @@ class Service:
             self._store.add(model)  # so that the checkpoint is not needed again
             return Plain({"path": request.path, "model_id": model, "type": "load_weights"})
         return None
+
+    async def _called(self, queue: ModelQueue, request: Call) -> Made:
+        """Add the gradients of a client of ours, or step, or both."""
+        made = Made()
+        if request.verb != "step":
+            batch, loss = request.rows()
+            queue.changing = True
+            result = await self.models.called(queue.model, batch, loss)
+            queue.changing, queue.accumulating = False, True
+            made = Made(Packed.of(result.rows), dict(result.metrics.entries))
+        if request.verb != "forward_backward":
+            queue.changing = True
+            metrics = await self.models.stepped(queue.model, Step.model_validate(request.step or {}))
+            queue.changing = queue.accumulating = False
+            queue.steps += 1
+            made = Made(sums=dict(metrics.entries))
+        return made
+
+    async def _told(self, queue: ModelQueue, number: int, request: Call) -> Made:
+        """Do what changes nothing for a client of ours: keep weights for samplers, or compute log-probs."""
+        if request.verb == "weights":
+            await self._save_for_sampler(queue, number, SaveForSampler(queue.model, request.seq_id))
+            path = library.path_of(queue.model, "sampler", _UNNAMED.format(number))
+            return Made(path=path, version=version_in(self.weights_folder(queue.tenant, path)))
+        logprobs = await self.models.logprobs(queue.model, request.batch_of())
+        return Made(Packed.of(Batch.of(logprobs=logprobs)))
 
     async def _result(self, queue: ModelQueue, pending: Pending) -> Result:
         request, model = pending.request, queue.model
@@ -414,16 +448,27 @@ class Service:
             return passed(batch, logprobs, losses_of(loss, batch, logprobs))
         if isinstance(request, Refused):
             return Failure(request.error, "user")
+        if isinstance(request, Call):
+            return await self._told(queue, pending.number, request)
+        return await self._saved(queue, pending.number, request)
+
+    async def repeated(self, queue: ModelQueue, request: Request) -> Result:
+        """Return what a request results in now, for a model in the trainer that nobody else uses."""
+        return await self._result(queue, Pending(0, request, 0))
+
+    async def _saved(self, queue: ModelQueue, number: int, request: Request) -> Result:
+        """Keep what a request wants to be kept. One that made the model has nothing left to do."""
+        model = queue.model
         if isinstance(request, Save):
-            return await self._save(queue, pending.number, request)
+            return await self._save(queue, number, request)
         if isinstance(request, SaveForSampler):
-            return await self._save_for_sampler(queue, pending.number, request)
+            return await self._save_for_sampler(queue, number, request)
         if isinstance(request, SaveExternal):
             if request.age_encryption_recipients:
                 raise DataError("this server does not encrypt weights: leave age_encryption_recipients out")
             path = library.path_of(model, "external", request.path)
             write = lambda folder: self.models.write_files(model, folder / "files")  # noqa: E731
-            await self._checkpoint(queue, pending.number, path, "external", request, write)
+            await self._checkpoint(queue, number, path, "external", request, write)
             return Plain({"path": path, "type": "save_weights_external"})
         return Plain({"model_id": model, "type": "create_model"})
 
@@ -445,7 +490,7 @@ class Service:
         model = self.model(queue.tenant, queue.model)
         if request.kind != "snapshot":
             raise DataError(f"this server has no weights of the kind {request.kind!r}: take snapshots")
-        name = request.path or f"unnamed-{number:08}"
+        name = request.path or _UNNAMED.format(number)
         path = library.path_of(queue.model, "sampler", name)
         write = lambda folder: self.models.write_weights(queue.model, folder / "weights")  # noqa: E731
         await self._checkpoint(queue, number, path, "sampler", request, write)
@@ -535,4 +580,6 @@ def _newest(folder: Path) -> int:
 def _verb(request: Request) -> str:
     if isinstance(request, Pass):
         return "forward_backward" if request.backward else "forward"
+    if isinstance(request, Call):
+        return request.verb
     return str(type(request).__struct_config__.tag)
