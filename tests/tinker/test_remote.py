@@ -54,39 +54,40 @@ def rows() -> rl.Batch:
     return rl.Batch.of(tokens=rl.Ragged.of(list(tokens), np.int32), loss_mask=rl.Ragged.of(masks, np.bool_))
 
 
+def packed(model: str, number: int, **keys: Any) -> bytes:
+    return msgspec.msgpack.encode(Call(model, number, **keys))
+
+
 async def test_a_call_that_comes_again_is_made_once_and_halves_are_a_whole(tmp_path: Path) -> None:
     with served(configured(tmp_path)) as url:
         async with rl.connect(url) as server:
-            policy, whole, sampler = await server.policy(), await server.policy(), server.sampler()
-            call = Call(policy.model, 1, "update", Packed.of(rows()), Named.of(CrossEntropy()))
-            body = msgspec.msgpack.encode(call)
-            first = await server.client.result("meshrl/call", body)
-            assert await server.client.result("meshrl/call", body) == first
+            base, first, whole = [await server.policy() for _ in range(3)]
+            call = {"verb": "update", "batch": Packed.of(rows()), "loss": Named.of(CrossEntropy())}
+            made = await server.client.result("meshrl/call", packed(first.model, 1, **call))
+            assert await server.client.result("meshrl/call", packed(first.model, 1, **call)) == made
             with pytest.raises(DataError, match="came before with other content"):
-                await server.client.result(
-                    "meshrl/call", msgspec.msgpack.encode(msgspec.structs.replace(call, step={}))
-                )
+                await server.client.result("meshrl/call", packed(first.model, 1, **call, step={"lr": 1.0}))
 
-            seen = await whole.forward_backward(rows(), CrossEntropy())
-            assert (await whole.step()).means() == first.metrics.means()
-            weights = await rl.publish(whole, sampler)
-            assert weights.version == 1
+            seen = (await whole.forward_backward(rows(), CrossEntropy())).rows.ragged("logprobs")
+            assert (await whole.step()).means() == made.metrics.means()
+            wanted = (await base.logprobs(rows())).ragged("logprobs").values * rows().loss_mask.values
+            np.testing.assert_allclose(seen.values, wanted, atol=1e-6)
+
+            sampler = server.sampler()
+            assert (await rl.publish(whole, sampler)).version == 1
             drawn = await rl.rollout(
-                sampler, rl.Batch.of(prompt=["ab>"], row=[{"any": 1}]), rl.Sampling(max_tokens=4, n=2)
+                sampler, rl.Batch.of(prompt=["ab>"], row=[{"any": 1}]), rl.Sampling(n=2, max_tokens=4)
             )
-            assert len(drawn) == 2
             assert drawn.objects("row") == ({"any": 1}, {"any": 1})
-            np.testing.assert_allclose(
-                seen.rows.ragged("logprobs").values, (await (await server.policy()).logprobs(rows())).ragged("logprobs").values
-                * rows().loss_mask.values, atol=1e-6,
-            )  # fmt: skip
+            assert set(drawn.versions.values.tolist()) == {-1, 1}
 
-            await whole.checkpoint(str(tmp_path / "state-of-it"))
+            kept = str(tmp_path / "kept")
+            await whole.checkpoint(kept)
             before = (await whole.logprobs(rows())).ragged("logprobs")
             await whole.update(rows(), CrossEntropy())
-            assert (await whole.logprobs(rows())).ragged("logprobs").values.tolist() != before.values.tolist()
-            await whole.restore(str(tmp_path / "state-of-it"))
-            assert (await whole.logprobs(rows())).ragged("logprobs").values.tolist() == before.values.tolist()
+            assert (await whole.logprobs(rows())).ragged("logprobs") != before
+            await whole.restore(kept)
+            assert (await whole.logprobs(rows())).ragged("logprobs") == before
 
 
 async def test_mistakes_are_told(tmp_path: Path) -> None:
@@ -103,14 +104,13 @@ async def test_mistakes_are_told(tmp_path: Path) -> None:
                 await policy.update(rows(), Mine())
             with pytest.raises(ModelError, match="not of a policy at this server"):
                 await sampler.load(rl.Weights(1, {"a": np.zeros(2, np.float32)}))
-            with pytest.raises(DataError, match="there is no loss 'Nothing'"):
-                call = Call(policy.model, 1, "update", Packed.of(rows()), Named("Nothing", {}))
-                await server.client.result("meshrl/call", msgspec.msgpack.encode(call))
-            with pytest.raises(DataError, match="cannot be read"):
-                call = Call(policy.model, 2, "logprobs", Packed(b"nothing", []))
-                await server.client.result("meshrl/call", msgspec.msgpack.encode(call))
+            strange = {"verb": "update", "batch": Packed.of(rows()), "loss": Named("Nothing", {})}
+            cut = {"verb": "logprobs", "batch": Packed(b"nothing", [])}
+            for number, (keys, complaint) in enumerate(((strange, "no loss 'Nothing'"), (cut, "cannot be read")), 1):
+                with pytest.raises(DataError, match=complaint):
+                    await server.client.result("meshrl/call", packed(policy.model, number, **keys))
             with pytest.raises(DataError, match="is not a Call"):
                 await server.client.ask("/api/v1/meshrl/call", b"\x01", "application/msgpack")
+            await sampler.load(rl.Weights(1, {"tinker://nobody/sampler_weights/x": np.zeros(0, np.float32)}))
             with pytest.raises(DataError, match="there is no checkpoint"):
-                await sampler.load(rl.Weights(1, {"tinker://nobody/sampler_weights/x": np.zeros(0, np.float32)}))
                 await rl.rollout(sampler, rl.Batch.of(prompt=["ab>"]), rl.Sampling(max_tokens=2))
