@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from meshrl.algo import Loss
-from meshrl.data import Batch, LossResult, Metrics, Weights
+from meshrl.data import ADAPTER, Batch, LossResult, Metrics, Weights
 from meshrl.errors import DataError, ModelError
 from meshrl.remote.client import Client
 from meshrl.remote.messages import Call, Generate, Made, Named, Packed, Verb
@@ -157,7 +157,7 @@ class RemotePolicy(Policy):
     ) -> Made:
         packed = None
         if batch is not None:
-            batch = await batch.load()
+            batch = await _own_rows(batch).load()
             packed = Packed.of(batch.only(*(name for name in batch.names if not isinstance(batch[name], tuple))))
         named, values = loss and Named.of(loss), step and step.model_dump(exclude_none=True)
         call = Call(self.model, next(self._numbers), verb, packed, named, values)
@@ -177,7 +177,7 @@ class RemoteSampler(Sampler):
         """Yield all rows, in the order in which the server finished them."""
         if not sampling.beside:
             self._calls += 1
-        prompts = await prompts.load()
+        prompts = await _own_rows(prompts).load()
         read = prompts.only(*(name for name in _READ if name in prompts))
         asked = Generate(
             f"{self._session}:generate:{secrets.token_hex(12)}",
@@ -240,6 +240,12 @@ def _batch_of(made: Made) -> Batch:
     if made.batch is None:
         raise ModelError("the server has sent no rows: it is of another version of meshrl")
     return made.batch.batch()
+
+
+def _own_rows(batch: Batch) -> Batch:
+    if ADAPTER in batch:
+        raise DataError(f"rows name adapters in their column {ADAPTER!r}, and a policy at a server has none: drop it")
+    return batch
 
 
 def _check_none(adapter: str | None) -> None:

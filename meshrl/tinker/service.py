@@ -180,7 +180,7 @@ class Service:
         return f"{model}:{number}"
 
     def _check_storage(self, tenant: str) -> None:
-        """Raise Busy if a tenant's files leave no room for rows in a journal. Counts them anew after a second."""
+        """Raise Busy if a tenant's files leave no room for rows in a journal. Counts them again after a second."""
         quota, now = self.tenant(tenant), time.monotonic()
         if quota is None:
             return

@@ -33,7 +33,7 @@ def configured(folder: Path, **policy: Any) -> dict[str, Any]:
 async def test_a_page_makes_the_same_steps_against_a_server(tmp_path: Path, adapter: dict[str, Any]) -> None:
     table = {**letter_b(tmp_path), "steps": 4, "prompts": 8, "sampling": {"n": 4, "max_tokens": 4}, "minibatches": 2}
     table["policy"] = table["policy"] | {"lora": LORA | {"sync": "adapters"}} if adapter else table["policy"]
-    table["evaluation"] = {"every": 2, "rows": 4, "n": 2}
+    table["evaluation"] = {"every": 2, "rows": 4}
     table["task"] = table["task"] | {"held_out": 4}
     alone = await run_page("grpo", tmp_path / "alone", table)
     with served(configured(tmp_path, **adapter)) as url:
