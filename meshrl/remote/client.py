@@ -80,7 +80,7 @@ class Client:
 
     def _once(self, path: str, body: bytes | None, kind: str) -> tuple[int, bytes, str]:
         """Return status, body and content type of one attempt. Status 0 if there was no answer."""
-        url = path if path.startswith(self.url) else f"{self.url}{path}"
+        url = path if path.startswith("http") else f"{self.url}{path}"
         asked = urllib.request.Request(url, body, {"X-API-Key": self._key, "Content-Type": kind})  # noqa: S310
         try:
             with urllib.request.urlopen(asked, timeout=_SECONDS) as answer:  # noqa: S310 -- checked above

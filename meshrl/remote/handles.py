@@ -4,18 +4,17 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
 from meshrl.algo import Loss
 from meshrl.data import ADAPTER, Batch, LossResult, Metrics, Weights
-from meshrl.errors import DataError, ModelError
+from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.remote.client import Client
 from meshrl.remote.messages import Call, Generate, Made, Named, Packed, Verb
 from meshrl.roles import Policy, PolicyConfig, Sampler, Sampling, Step, places_of
@@ -89,7 +88,8 @@ async def connect(url: str, key: str = "tml-local", patience: float = _PATIENCE)
     finally:
         signs.cancel()
         await asyncio.gather(signs, return_exceptions=True)
-        await client.json(f"sessions/{session}/finish", {"reason": {"type": how}})
+        with suppress(MeshrlError):  # the server may have ended, and lets go of silent sessions
+            await Client(url, key, 0.0).json(f"sessions/{session}/finish", {"reason": {"type": how}})
 
 
 class RemotePolicy(Policy):
@@ -129,9 +129,9 @@ class RemotePolicy(Policy):
         _check_none(adapter)
         name = f"saved-{secrets.token_hex(8)}"
         path = (await self._ask("save_weights_external", path=name)).path
-        place = urlsplit(path)
-        where = f"training_runs/{place.netloc}{place.path}".replace(place.path, f"/checkpoints{place.path}", 1)
-        links = msgspec.convert((await self._client.json(f"{where}/external_weights_urls"))["urls"], dict[str, str])
+        where = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+        told = await self._client.json(f"training_runs/{where}/external_weights_urls")
+        links = msgspec.convert(told["urls"], dict[str, str])
         with _written(Path(folder)) as part:
             for file, url in links.items():
                 (part / Path(file).name).write_bytes((await self._client.ask(url, None))[0])
