@@ -20,7 +20,7 @@ class EngineOptions(BackendOptions):
     """Memory for the KV cache in MiB. Default: what `memory_share` leaves, and 512 on a CPU."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may use."""
-    adapters: int = Field(default=8, gt=0)
+    max_adapters: int = Field(default=8, gt=0)
     """Most adapters whose rows are decoded in one step, if the sampler has any. Others wait, or are read again."""
     max_rank: int | None = Field(default=None, gt=0)
     """Highest rank of an adapter. Default: the highest that is declared, or 32."""

@@ -195,7 +195,7 @@ class EngineSampler(Sampler):
         start = protocol.Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
-            options.own, dict(options.args), options.adapters if self._max_rank else 0, self._max_rank,
+            options.own, dict(options.args), options.max_adapters if self._max_rank else 0, self._max_rank,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python, options.start_timeout)
         log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)

@@ -28,10 +28,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     def batch(self) -> Batch:
         """Return the batch. DataError if it is none."""
-        try:
-            return Batch.from_wire(self.header, self.parts)
-        except (msgspec.DecodeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the rows of a request cannot be read: {error}") from error
+        return Batch.from_wire(self.header, self.parts)
 
 
 class Named(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ async def check_logprobs(made: TorchPolicy, drawn: Batch, version: int) -> None:
 def adapted(backend: Backend) -> Iterator[EngineSampler]:
     """It has room for two adapters in a step, and is told of one."""
     table = {"maths": TABLE}
-    sampler = backend.sampler(backend.config(model=MODEL, slots=32, adapters=table, keys={"adapters": 2}))
+    sampler = backend.sampler(backend.config(model=MODEL, slots=32, adapters=table, keys={"max_adapters": 2}))
     yield sampler
     sampler.close()
 
