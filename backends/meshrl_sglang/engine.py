@@ -375,8 +375,7 @@ def _adapted(model: str) -> list[str]:
 
     from meshrl_sglang.transfer import naming  # noqa: PLC0415
 
-    names = {name.rpartition(".")[2] for name in naming(model).linear}
-    return sorted(names & set(KNOWN) - {"lm_head", "embed_tokens"})
+    return sorted(naming(model).linear_names & set(KNOWN))
 
 
 def _attention(asked: Start) -> tuple[int, int]:

@@ -266,10 +266,16 @@ def _for_adapters(asked: Start) -> dict[str, Any]:
         return {}
     from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415 -- `start` has set its environment
 
+    from meshrl_inference.engine_side.loading import Naming  # noqa: PLC0415 -- as above
+
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= asked.max_rank]
     if not ranks:
         raise ValueError(f"an adapter of rank {asked.max_rank}: vLLM's highest is {max(get_args(MaxLoRARanks))}")
-    return {"enable_lora": True, "max_loras": asked.adapters, "max_lora_rank": min(ranks)}
+    # Not the head: with an adapter on it, vLLM cannot tell the log-probs of a prompt, which a probe reads.
+    names = sorted(Naming(asked.model).linear_names)
+    return {
+        "enable_lora": True, "max_loras": asked.adapters, "max_lora_rank": min(ranks), "lora_target_modules": names,
+    }  # fmt: skip
 
 
 def _read(output: Any) -> list[float]:

@@ -25,7 +25,7 @@ _SIGN: Final = 60.0
 """Seconds between two signs that the client is here."""
 _READ: Final = ("prompt", "tokens", "loss_mask", "sampler_logprobs", "versions", "observation", "max_tokens")
 """Columns that a sampler reads."""
-_PLACE: Final = "place"
+_PLACE: Final = "asked_row"
 _STATE: Final = "server.json"
 
 
@@ -117,6 +117,13 @@ class RemotePolicy(Policy):
         """Add `logprobs`."""
         made = _batch_of(await self._call("logprobs", batch))
         return batch.assign(logprobs=made.ragged("logprobs"))
+
+    async def encode(self, batch: Batch) -> Batch:
+        """Add `tokens` and `loss_mask`."""
+        batch = await _own_rows(batch).load()
+        asked = Call(self.model, next(self._numbers), "encode", Packed.of(batch))
+        made = await self._client.result("meshrl/call", msgspec.msgpack.encode(asked))
+        return batch.assign(**_batch_of(made).columns)
 
     async def weights(self, adapter: str | None = None) -> Weights:
         """Keep the weights at the server. They have one empty tensor here, whose name is their path there."""

@@ -10,7 +10,7 @@ from meshrl.config import Config
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError
 
-Verb: TypeAlias = Literal["update", "forward_backward", "step", "logprobs", "weights"]
+Verb: TypeAlias = Literal["update", "forward_backward", "step", "logprobs", "encode", "weights"]
 MSGPACK: Final = "application/msgpack"
 
 

@@ -12,14 +12,14 @@ from meshrl.tinker.config import ServedConfig, TenantConfig, TinkerConfig
 __all__ = ["Replayed", "ServedConfig", "TenantConfig", "TinkerConfig", "replay", "serve", "serving"]
 
 if TYPE_CHECKING:
-    from meshrl.tinker.replay import Replayed, replay
+    from meshrl.tinker.repeat import Replayed, replay
     from meshrl.tinker.serve import serve, serving
 else:
     from importlib import import_module
 
     from meshrl.errors import BackendError
 
-    _MODULES = {"serve": "serve", "serving": "serve", "replay": "replay", "Replayed": "replay"}
+    _MODULES = {"serve": "serve", "serving": "serve", "replay": "repeat", "Replayed": "repeat"}
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

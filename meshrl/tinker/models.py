@@ -83,6 +83,10 @@ class Models(ABC):
         scored = await self._policy.logprobs(self._named(model, batch))
         return (await scored.load("logprobs")).ragged("logprobs")
 
+    async def encoded(self, batch: Batch) -> Batch:
+        """Return `tokens` and `loss_mask` of texts, as the policy reads them."""
+        return (await (await self._policy.encode(batch)).load()).only("tokens", "loss_mask")
+
     async def called(self, model: str, batch: Batch, loss: Loss) -> LossResult:
         """Add the gradients of rows of one model. Returns what the loss saw, and its metrics."""
         return await (await self._policy.forward_backward(self._named(model, batch), loss)).load()

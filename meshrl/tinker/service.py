@@ -434,6 +434,8 @@ class Service:
             await self._save_for_sampler(queue, number, SaveForSampler(queue.model, request.seq_id))
             path = library.path_of(queue.model, "sampler", _UNNAMED.format(number))
             return Made(path=path, version=version_in(self.weights_folder(queue.tenant, path)))
+        if request.verb == "encode":
+            return Made(Packed.of(await self.models.encoded(request.batch_of())))
         logprobs = await self.models.logprobs(queue.model, request.batch_of())
         return Made(Packed.of(Batch.of(logprobs=logprobs)))
 

@@ -89,9 +89,15 @@ class Naming:
 
     @property
     def linear(self) -> Mapping[str, tuple[int, int]]:
-        """Sizes of the output and the input of each linear layer, by name."""
-        layers = self._network.named_modules()
-        return {name: (each.out_features, each.in_features) for name, each in layers if isinstance(each, Linear)}
+        """Sizes of the output and the input of each linear layer but the head, by name."""
+        head = self._network.get_output_embeddings()
+        layers = [(name, each) for name, each in self._network.named_modules() if isinstance(each, Linear)]
+        return {name: (each.out_features, each.in_features) for name, each in layers if each is not head}
+
+    @property
+    def linear_names(self) -> set[str]:
+        """The last parts of their names, such as `q_proj`."""
+        return {name.rpartition(".")[2] for name in self.linear}
 
     @property
     def matrices(self) -> frozenset[str]:
