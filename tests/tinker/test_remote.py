@@ -25,7 +25,7 @@ def configured(folder: Path, **policy: Any) -> dict[str, Any]:
         "policy": {"model": MODEL, "optimizer": {"lr": 0.02}, **policy},
         "sampler": {"model": MODEL},
         "tinker": {"port": 0, "folder": str(folder / "state"), "model": "tiny", "state_every": 2},
-        "run": {"name": "tinker", "folder": str(folder / "runs")},
+        "run": {"name": "tinker", "folder": str(folder / "runs"), "meshes": {"main": {"cpus": 1}}},
     }
 
 
