@@ -66,6 +66,8 @@ class _VllmEngine:
         self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), use, enable_multiprocessing=False)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
+        if asked.adapters:
+            self._engine.collective_rpc("leave_rows_without")
         self._engine.set_weight_version("0")
         self._unread: dict[str, list[float]] = {}
         """The log-probs of a probe's sequences, by the requests that read them. Empty for unread ones."""
