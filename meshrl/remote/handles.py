@@ -166,7 +166,8 @@ class RemotePolicy(Policy):
         if batch is not None:
             batch = await _own_rows(batch).load()
             packed = Packed.of(batch.only(*(name for name in batch.names if not isinstance(batch[name], tuple))))
-        named, values = loss and Named.of(loss), step and step.model_dump(exclude_none=True)
+        named = None if loss is None else Named.of(loss)
+        values = None if step is None else step.model_dump(exclude_none=True)
         call = Call(self.model, next(self._numbers), verb, packed, named, values)
         return await self._client.result("meshrl/call", msgspec.msgpack.encode(call))
 

@@ -1,16 +1,18 @@
 """What a client of ours and a server send each other: verbs of a policy and a sampler, with whole batches."""
 
+from importlib import import_module
 from typing import Final, Literal, TypeAlias, cast
 
 import msgspec
 
-from meshrl import algo
 from meshrl.algo import Loss
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError
 
 Verb: TypeAlias = Literal["update", "forward_backward", "step", "logprobs", "encode", "weights"]
+_LOSSES: Final = vars(import_module("meshrl.algo"))
+"""What meshrl.algo exports, by name: losses are those that are tables."""
 MSGPACK: Final = "application/msgpack"
 
 
@@ -41,13 +43,13 @@ class Named(msgspec.Struct, frozen=True):
     def of(cls, loss: Loss) -> "Named":
         """Describe a loss. DataError if it is not one of meshrl's own, which are all that a server can know."""
         kind = type(loss).__name__
-        if not isinstance(loss, Config) or getattr(algo, kind, None) is not type(loss):
+        if not isinstance(loss, Config) or _LOSSES.get(kind) is not type(loss):
             raise DataError(f"a server knows the losses of meshrl.algo alone, and {kind} is none: train here instead")
         return cls(kind, loss.model_dump(mode="json"))
 
     def loss(self) -> Loss:
         """Return the loss. DataError if there is none, or it has no such fields."""
-        kind = getattr(algo, self.kind, None)
+        kind = _LOSSES.get(self.kind)
         if not (isinstance(kind, type) and issubclass(kind, Config) and hasattr(kind, "predicts")):
             raise DataError(f"there is no loss {self.kind!r} in meshrl.algo")
         try:

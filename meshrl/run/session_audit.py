@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -64,7 +65,8 @@ def audit_session(folder: Path) -> SessionAudit:
 
 
 def _requests(folder: Path, *, may_be_cut: bool) -> Iterator[Request]:
-    return (each for each in read_lines(folder / _EVENTS, Event, may_be_cut=may_be_cut) if isinstance(each, Request))
+    events = read_lines(folder / _EVENTS, cast("type[Event]", Event), may_be_cut=may_be_cut)
+    return (each for each in events if isinstance(each, Request))
 
 
 def _out_of_order(requests: list[Request]) -> Iterator[str]:

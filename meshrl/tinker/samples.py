@@ -52,7 +52,8 @@ class Kept:
 
     def get(self, tenant: str, name: str) -> asyncio.Task[Result] | None:
         """Return the task that draws a sample. None if there is none, or its result is gone."""
-        return self._tasks.get(tenant, {}).get(name)
+        tasks = self._tasks.get(tenant)
+        return tasks.get(name) if tasks else None
 
     def begin(self, tenant: str, name: str, content: bytes, draw: Callable[[], Coroutine[None, None, Result]]) -> None:
         """Begin to draw, unless this is a repetition.

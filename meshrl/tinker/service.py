@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, cast
 
 import msgspec
+import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch
@@ -204,7 +205,7 @@ class Service:
         queue.restore(_newest(folder))
         queue.closed = queue.next > 0  # it counts again when it is used again
         if self.session(tenant, session).finished is not None:
-            queue.abandon()
+            queue.leave()
         self._queues[model] = queue
         self.worker.add(queue)
         return queue
@@ -283,7 +284,7 @@ class Service:
         for queue, _ in group:
             queue.changing, queue.accumulating = False, True
         return [
-            passed(own, batch.ragged("logprobs"), batch.ragged("losses").values)
+            passed(own, batch.ragged("logprobs"), np.asarray(batch.ragged("losses").values, np.float32))
             for own, batch in zip(batches, rows, strict=True)
         ]
 
