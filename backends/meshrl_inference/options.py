@@ -20,10 +20,6 @@ class EngineOptions(BackendOptions):
     """Memory for the KV cache in MiB. Default: what `memory_share` leaves, and 512 on a CPU."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may use."""
-    max_adapters: int = Field(default=8, gt=0)
-    """Most adapters whose rows are decoded in one step, if the sampler has any. Others wait, or are read again."""
-    max_rank: int | None = Field(default=None, gt=0)
-    """Highest rank of an adapter. Default: the highest that is declared, or 32."""
     eager: bool = False
     """Use no CUDA graphs. Faster to start, slower to decode."""
     sleep: bool = False
@@ -42,6 +38,11 @@ class EngineOptions(BackendOptions):
     def lends_memory(self) -> str:
         """The key `sleep` if it is set, else empty."""
         return "sleep" if self.sleep else ""
+
+    @property
+    def room(self) -> tuple[int, int | None]:
+        """Most adapters whose rows are decoded in one step, and the highest rank of one. 0 if it takes none."""
+        return 0, None
 
     @property
     def own(self) -> dict[str, bool | str | None]:

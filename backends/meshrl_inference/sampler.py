@@ -195,7 +195,7 @@ class EngineSampler(Sampler):
         start = protocol.Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
-            options.own, dict(options.args), options.max_adapters if self._max_rank else 0, self._max_rank,
+            options.own, dict(options.args), options.room[0] if self._max_rank else 0, self._max_rank,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python, options.start_timeout)
         log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)
@@ -207,7 +207,7 @@ class EngineSampler(Sampler):
         if not self.kind.takes_adapters or (self._config.lora is None and self._config.adapters is None):
             return 0
         declared = max((lora.rank for lora in self._config.declared.values()), default=_MAX_RANK)
-        return options_of(self._config, self.options).max_rank or declared
+        return options_of(self._config, self.options).room[1] or declared
 
     @property
     def _recomputes(self) -> bool:

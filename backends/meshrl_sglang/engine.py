@@ -7,27 +7,22 @@ import asyncio
 import inspect
 import os
 import runpy
-import shutil
 import signal
 import sys
-from collections import Counter
-from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from msgspec import structs
 
 from meshrl_inference.engine_side.arguments import with_args
 from meshrl_inference.engine_side.protocol import (
     CACHE,
     CPU_CACHE_MIB,
     IN_SHARED_MEMORY,
-    AdapterOf,
     Done,
     Engine,
     Generate,
@@ -94,15 +89,6 @@ class _SglangEngine:
         self._manager.tokenizer = scheduler.Texts(asked.model)
         self._loop: asyncio.AbstractEventLoop = self._engine.loop
         self._loop.run_until_complete(self._hear())
-        self._folders = Path(mkdtemp(prefix="adapters-"))
-        self._adapters: dict[str, tuple[str, int]] = {}
-        """SGLang's name for the newest version of each adapter, and the number of its load. SGLang keeps an adapter
-        while rows are decoded with it, and so each version has its own name."""
-        self._held = Counter[str]()
-        """Number of rows that are decoded, by SGLang's names."""
-        self._loaded = 0
-        """The number of the last load."""
-        self._forgetting = set[asyncio.Task[None]]()
         self._rows: dict[int, asyncio.Task[None]] = {}
         self._unsent = set[int]()
         """Rows that may be unknown to the schedulers."""
@@ -131,11 +117,7 @@ class _SglangEngine:
             "stop": order.stop or None,
         }
         for row in order.rows:
-            name, number = self._adapters.get(row.adapter, ("", self._loaded))
-            self._held[name] += 1
-            decoding = self._decode(row, keys, salt, name, number if row.adapter else None)
-            self._rows[row.number] = self._loop.create_task(decoding)
-            self._rows[row.number].add_done_callback(partial(self._left, name))
+            self._rows[row.number] = self._loop.create_task(self._decode(row, keys, salt))
             self._unsent.add(row.number)
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
@@ -156,17 +138,15 @@ class _SglangEngine:
             raise self._errors[0]
 
     def load(self, order: Load) -> Outcome:
-        if order.adapter is not None:
-            return self._loop.run_until_complete(self._load_adapter(order, order.adapter))
         with TemporaryDirectory() as answers:
             return self._loop.run_until_complete(self._load(order, answers))
 
     def drop(self, adapter: str) -> None:
-        self._loop.run_until_complete(self._forget(self._adapters.pop(adapter, ("", 0))[0]))
+        """Do nothing: there are no adapters, because SGLang's layers for them need a GPU's pinned memory."""
 
     def read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
-        return self._loop.run_until_complete(self._read(probe, salt, self._adapters.get(adapter, ("", 0))[0]))
+        return self._loop.run_until_complete(self._read(probe, salt))
 
     def sleep(self) -> None:
         """Free the GPU's memory. The weights move to the host's."""
@@ -203,18 +183,15 @@ class _SglangEngine:
             os.set_blocking(orders, True)
             self._ended.clear()
 
-    async def _decode(self, row: Row, keys: dict[str, Any], salt: str, adapter: str, load: int | None) -> None:
-        """Decode a row. `load`: the number of its adapter's load, whose version it keeps."""
+    async def _decode(self, row: Row, keys: dict[str, Any], salt: str) -> None:
         try:
             told = await self._ask(
                 _name(row.number),
                 np.frombuffer(row.tokens, np.int32).tolist(),
                 {**keys, "max_new_tokens": row.max_tokens, "sampling_seed": row.seed},
                 salt,
-                lora_path=adapter or None,
             )
-            done = _done(row.number, told)
-            self.finished.append(done if load is None else structs.replace(done, spans=[(load, 0)]))
+            self.finished.append(_done(row.number, told))
         except Exception as error:  # noqa: BLE001 -- the waiter gets it, whatever it is
             self._errors.append(error)
         finally:
@@ -243,42 +220,6 @@ class _SglangEngine:
             if self._unsent:
                 await asyncio.sleep(0)
 
-    async def _load_adapter(self, order: Load, of: AdapterOf) -> Outcome:
-        """Load a version for rows that are begun from now on."""
-        from sglang.srt.managers import io_struct as io  # noqa: PLC0415
-
-        from meshrl_inference.engine_side.loading import write_adapter  # noqa: PLC0415
-
-        name = f"{of.name}@{order.number}"
-        folder = self._folders / name
-        write_adapter(folder, order, of)
-        loaded = await self._manager.load_lora_adapter(
-            io.LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(folder))
-        )
-        if not loaded.success:
-            shutil.rmtree(folder)
-            return Outcome(reason=f"SGLang refuses the adapter {of.name!r}: {loaded.error_message}")
-        old, _ = self._adapters.get(of.name, ("", 0))
-        self._adapters[of.name], self._loaded = (name, order.number), order.number
-        await self._forget(old)
-        return IN_SHARED_MEMORY
-
-    def _left(self, adapter: str, _task: asyncio.Task[None]) -> None:
-        """Note that a row has ended. The last of an older version takes it along."""
-        self._held[adapter] -= 1
-        if not self._held[adapter]:
-            forgetting = self._loop.create_task(self._forget(adapter))
-            self._forgetting.add(forgetting)
-            forgetting.add_done_callback(self._forgetting.discard)
-
-    async def _forget(self, adapter: str) -> None:
-        """Unload an older version with which no row is decoded."""
-        from sglang.srt.managers import io_struct as io  # noqa: PLC0415
-
-        if adapter and not self._held[adapter] and all(adapter != name for name, _ in self._adapters.values()):
-            await self._manager.unload_lora_adapter(io.UnloadLoRAAdapterReqInput(lora_name=adapter))
-            shutil.rmtree(self._folders / adapter, ignore_errors=True)
-
     async def _load(self, order: Load, answers: str) -> Outcome:
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
         from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415
@@ -305,21 +246,17 @@ class _SglangEngine:
             return outcome
         if self._reads_back:
             await self._transfer.read_back(manager, sent.firsts)
-        self._loaded = order.number
         version = io.UpdateWeightVersionReqInput(new_version=str(order.number), abort_all_requests=False)
         await manager.update_weight_version(version)
         await manager.continue_generation(io.ContinueGenerationReqInput())
         return outcome
 
-    async def _read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
+    async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
         reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         asked = [
-            self._ask(
-                f"{salt} {at}.", tokens, reading, f"{salt} {at}",
-                logprob_start_len=0, priority=_FIRST, lora_path=adapter or None,
-            )
+            self._ask(f"{salt} {at}.", tokens, reading, f"{salt} {at}", logprob_start_len=0, priority=_FIRST)
             for at, tokens in enumerate(probe)
-        ]  # fmt: skip
+        ]
         told = await asyncio.gather(*asked)
         return [float(value) for each in told for value, *_ in each["meta_info"]["input_token_logprobs"][1:]]
 
@@ -358,24 +295,8 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
         arguments["max_total_tokens"] = max(longest, (cache << 20) // bytes_per_token)
     if not gpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
-    if asked.adapters:
-        arguments |= {
-            "enable_lora": True,
-            "max_loras_per_batch": asked.adapters + 1,  # rows without one count
-            "max_lora_rank": asked.max_rank,
-            "lora_target_modules": _adapted(asked.model),
-        } | ({} if gpu else {"lora_backend": "torch_native"})
     known = inspect.signature(sglang.ServerArgs).parameters
     return with_args(arguments, asked.args, known, f"SGLang {sglang.__version__}")
-
-
-def _adapted(model: str) -> list[str]:
-    """Return SGLang's names of the layers that adapters may change: all linear ones but the head."""
-    from sglang.srt.utils.common import SUPPORTED_LORA_TARGET_MODULES as KNOWN  # noqa: PLC0415
-
-    from meshrl_sglang.transfer import naming  # noqa: PLC0415
-
-    return sorted(naming(model).linear_names & set(KNOWN))
 
 
 def _attention(asked: Start) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from meshrl_sglang.options import SglangConfig
 class SglangSampler(EngineSampler):
     """Rollouts by SGLang."""
 
-    kind: ClassVar = Kind("sglang", "SGLang", reads_broadcasts=True, takes_adapters=True)
+    kind: ClassVar = Kind("sglang", "SGLang", reads_broadcasts=True)
     options: ClassVar = SglangConfig
     temperatures: ClassVar = (1e-6, inf)
     """Below the first, SGLang takes the most probable token."""

@@ -200,7 +200,7 @@ class RemoteSampler(Sampler):
         yield prompts.select(rows.row(_PLACE)).assign(**made.columns)
 
     async def load(self, weights: Weights) -> Batch:
-        """Draw from these weights of a policy at the same server from the next call on."""
+        """Draw from these weights from the next call on. ModelError if they are not of a policy at a server."""
         names = list(weights.tensors)
         if len(names) != 1 or not names[0].startswith("tinker://"):
             raise ModelError(

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -81,8 +82,7 @@ class Api:
         config = service.config.tinker
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
-        self._samples = Kept(int(config.samples_mib * 2**20), room)
-        self._clones: dict[str, int] = {}
+        self._samples, self._clones = Kept(int(config.samples_mib * 2**20), room), Counter[str]()
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
@@ -388,7 +388,7 @@ class Api:
 
     async def _join_sampler(self, tenant: str, request: Request) -> Response:
         sampler = self._service.sampler(tenant, (await self._read(request, OfSampler)).sampling_session_id)
-        self._clones[sampler.id] = self._clones.get(sampler.id, 0) + 1
+        self._clones[sampler.id] += 1
         return _json({"type": "join_sampling_session", "client_counter": self._clones[sampler.id]})
 
     async def _sampler(self, tenant: str, request: Request) -> Response:

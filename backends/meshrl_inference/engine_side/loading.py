@@ -235,9 +235,7 @@ def adapter_refusal(layers: Mapping[str, tuple[int, int]], dtype: str, load: Loa
     for name, spec in sorted(given.items()):
         matrix = _MATRIX.fullmatch(name)
         if matrix is None or matrix[1] not in layers:
-            return (
-                f"`{name}` is no matrix of a linear layer, and engines adapt these alone, and not the head"
-            )
+            return f"`{name}` is no matrix of a linear layer, and engines adapt these alone, and not the head"
         (rows, columns), letter = layers[matrix[1]], matrix[2]
         wanted = (dtype, [rank, columns] if letter == "A" else [rows, rank])
         if spec != wanted:
