@@ -1,6 +1,7 @@
 """The cost of a weight sync to a sampler: 0.5 GiB of bfloat16, against one copy of the bytes.
 
-    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta,collective] [--engine processes|ray]
+    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta,adapters,collective]
+        [--engine processes|ray]
 
 sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `publish` sends it. The tensors are copied
         into shared memory and fingerprinted. The engine's process finds them there, and verifies every fingerprint.
@@ -9,6 +10,8 @@ sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `pu
         is made by one thread into warm memory. vLLM is that of `make test-vllm`, and its kernels choose float types.
 delta   What `weight_sync = "delta"` sends for steps of grpo/quickstart, from the model of sft/quickstart, at the
         quickstart's learning rate and at one for large models, in float32 and in bfloat16.
+
+adapters  What `publish` sends of the model of 512 MiB: whole, and its adapter of rank 8 on all linear layers alone.
 
 collective  As many bytes from two ranks of FSDP to two samplers of torch (`weight_sync = "broadcast"`), against gloo's
         own broadcast of the bytes from one process to two, and the memory that a rank needs: over gloo, each rank
@@ -73,6 +76,7 @@ from meshrl.tasks import exact_match
 from meshrl_torch.model.text import character_tokenizer
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
+from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
@@ -125,7 +129,7 @@ class Elsewhere(RayEngine):
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--mib", type=int, default=512, help="how much (default: 512)")
-    parser.add_argument("--parts", default="sync,delta,collective", help="which parts (default: all)")
+    parser.add_argument("--parts", default="sync,delta,adapters,collective", help="which parts (default: all)")
     add_engine(parser)
     options = parser.parse_args()
     if "sync" in options.parts and not PYTHON.exists():
@@ -144,6 +148,8 @@ def main() -> None:
         if "collective" in options.parts:
             model, nbytes = large_model(Path(folder, "spread"), options.mib)
             figures += runner.run(collective(model, nbytes, options.engine, options.rounds))
+        if "adapters" in options.parts:
+            figures += runner.run(adapters(large_model(Path(folder, "adapted"), options.mib)[0]))
         if "delta" in options.parts:
             figures += runner.run(delta(warmed_up_model(Path(folder))))
     report("weights", figures, options.json)
@@ -202,6 +208,16 @@ async def timed(trainer: Trainer, sampler: Sampler) -> tuple[float, float]:
     places = await sampler.load(await trainer.weights())
     whole, pause = time.perf_counter() - began, float(places.row("pause").max())
     return whole - pause, pause
+
+
+async def adapters(model: str) -> list[Figure]:
+    """The bytes of a whole model and of an adapter, each as a sampler gets them."""
+    table = {"model": model, "dtype": "bfloat16", "adapters": {"one": {"rank": 8, "sync": "adapters"}}}
+    policy = TorchPolicy(PolicyConfig.model_validate(table))
+    sampler = TorchSampler(SamplerConfig(model=model, dtype="bfloat16"))
+    whole, alone = await publish(policy, sampler), await publish(policy, sampler, adapter="one")
+    name = "bytes of an adapter of rank 8, against those of the model"
+    return [within(name, alone.nbytes, "B", whole.nbytes, target=1 / 50)]
 
 
 async def delta(model: Path) -> list[Figure]:

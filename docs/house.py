@@ -15,7 +15,7 @@ ROOMS = (
     ("data",),
     ("engines", "algo"),
     ("roles",),
-    ("tasks",),
+    ("tasks", "remote"),
     ("overlap",),
     ("agents",),
     ("run",),

@@ -13,6 +13,7 @@ from . import mesh as mesh
 from . import observe as observe
 from . import overlap as overlap
 from . import planning as planning
+from . import remote as remote
 from . import roles as roles
 from . import run as run
 from . import tasks as tasks
@@ -89,6 +90,7 @@ from .overlap import has_signal as has_signal
 from .overlap import publish as publish
 from .overlap import rollout as rollout
 from .overlap import rollouts as rollouts
+from .remote import connect as connect
 from .roles import Critic as Critic
 from .roles import CriticConfig as CriticConfig
 from .roles import GroupSampling as GroupSampling

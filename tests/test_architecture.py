@@ -27,12 +27,13 @@ ROOMS = {
     "algo": "data",
     "roles": "mesh data algo",
     "tasks": "mesh data roles",
+    "remote": "mesh data algo roles",
     "overlap": "mesh data tasks roles",
     "agents": "mesh data tasks roles overlap",
-    "run": "observe mesh data engines algo tasks roles overlap agents",
+    "run": "observe mesh data engines algo tasks roles overlap agents remote",
     "testing": "mesh data engines algo tasks roles overlap agents run",
     "planning": "mesh data engines algo tasks roles observe run testing",
-    "tinker": "mesh data algo roles agents run",
+    "tinker": "mesh data algo roles agents run remote",
     "cli": "engines tasks roles agents run observe planning tinker",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""

@@ -22,7 +22,7 @@ class Decoded:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Versions, each with the index of the first new token that used it."""
+    """Numbers of loads, each with the index of the first new token that was sampled after it."""
     tries: int = 0
     told: bool = False
     """True if it is to be returned as it is."""
@@ -46,11 +46,11 @@ class Decoded:
             salt=salt,
         )
 
-    def take(self, piece: Piece, version: int, words: Words) -> None:
-        """Add tokens sampled with a version's weights, up to a complete stop text: servers may miss it."""
+    def take(self, piece: Piece, load: int, words: Words) -> None:
+        """Add tokens sampled after a load, up to a complete stop text: servers may miss it."""
         had = len(self.tokens)
-        if piece.tokens and (not self.spans or self.spans[-1][0] != version):
-            self.spans.append((version, had))
+        if piece.tokens and (not self.spans or self.spans[-1][0] != load):
+            self.spans.append((load, had))
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         if self.order.stop:

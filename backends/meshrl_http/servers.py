@@ -154,6 +154,8 @@ class Servers(EngineConnection):
         self._held = False
         """True if no row may be sent, because new weights are being loaded."""
         self._version = 0
+        self._number = 0
+        """The sampler's number of the load of these weights."""
         self._gifts = 0
         """Number of times that weights were given to servers."""
         self._given = ""
@@ -177,7 +179,7 @@ class Servers(EngineConnection):
         self._servers = [Server(Client(url, key, slots + _BESIDE), slots) for url in urls]
         await asyncio.gather(*map(self._know, self._servers))
         if self._folders:
-            await self._give(await asyncio.to_thread(self._folders.of_model), 0, ())
+            await self._give(await asyncio.to_thread(self._folders.of_model), 0, 0, ())
         if self._end is not None:
             raise self._end
 
@@ -244,7 +246,7 @@ class Servers(EngineConnection):
             self._fill()
         elif isinstance(order, Abort):
             self._leave({number for number in order.rows if number in self._rows}, told=order.wanted)
-        else:
+        elif isinstance(order, Load):
             self._tasks.add(self._task(self._load(order)))
 
     def _fail(self, error: ModelError) -> None:
@@ -283,7 +285,7 @@ class Servers(EngineConnection):
             self._no_answer(server, error)
         else:
             self._pieces += 1
-            row.take(piece, self._version, self._words)
+            row.take(piece, self._number, self._words)
 
     def _decoded(self, server: Server, row: Decoded, name: str, task: asyncio.Task[None]) -> None:
         """Handle the end of a request. If its row has to continue, it waits again."""
@@ -383,12 +385,12 @@ class Servers(EngineConnection):
                 self._tell(Refused(f"they cannot be written into sampler.http.weights: {error}"))
                 return
             began = time.monotonic()
-            values = await self._give(folder, order.version, order.probe)
+            values = await self._give(folder, order.version, order.number, order.probe)
             seconds = time.monotonic() - began
             self._tell(Loaded(order.version, self._pieces, seconds, np.array(values, np.float32).tobytes()))
             await asyncio.to_thread(self._folders.keep, folder)
 
-    async def _give(self, folder: str, version: int, probe: Sequence[list[int]]) -> list[float]:
+    async def _give(self, folder: str, version: int, number: int, probe: Sequence[list[int]]) -> list[float]:
         """Load weights into the servers, and return their log-probs of a probe.
 
         A server that does not answer loads them before it samples again. At least one has to answer.
@@ -397,7 +399,7 @@ class Servers(EngineConnection):
         await self._interrupt()
         renewals = [each.making_sure for each in self._servers if each.making_sure is not None]
         await asyncio.gather(*renewals, return_exceptions=True)  # earlier weights, for rows that have ended
-        self._given, self._version, self._probe, self._read = folder, version, probe, []
+        self._given, self._version, self._number, self._probe, self._read = folder, version, number, probe, []
         self._gifts += 1
         for server in self._servers:
             server.sure = False

@@ -40,6 +40,11 @@ class EngineOptions(BackendOptions):
         return "sleep" if self.sleep else ""
 
     @property
+    def room(self) -> tuple[int, int | None]:
+        """Most adapters whose rows are decoded in one step, and the highest rank of one. 0 if it takes none."""
+        return 0, None
+
+    @property
     def own(self) -> dict[str, bool | str | None]:
         """The options that only this engine has."""
         return self.model_dump(exclude=set(EngineOptions.model_fields))

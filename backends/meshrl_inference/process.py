@@ -79,6 +79,8 @@ class Kind:
     """Its name for people."""
     reads_broadcasts: bool = False
     """True if its processes read a policy's broadcast by themselves."""
+    takes_adapters: bool = False
+    """True if it decodes rows of several adapters, whose weights come alone."""
 
 
 class EngineConnection(ABC):

@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -32,12 +32,15 @@ from meshrl_torch.weights.live_weights import LiveWeights
 from meshrl_torch.weights.transfer import check_probe, mean_difference
 
 _SEEDS: Final = (1 << 63) - 1
+_MAX_RANK: Final = 32
+"""Highest rank of adapters if none is declared."""
 
 
 class Call:
     """One call of `generate`, while its rows are decoded."""
 
-    def __init__(self, number: int, first: int, request: Request) -> None:
+    def __init__(self, number: int, first: int, request: Request, versions: Mapping[str, int]) -> None:
+        """`versions`: those of all adapters now."""
         self.number = number
         """Below 0 for a call outside training, which is not aborted and is in no record."""
         self.first = first
@@ -45,6 +48,12 @@ class Call:
         self.request = request
         self.unfinished = set(range(first, first + len(request.rows)))
         self.results = asyncio.Queue[list[protocol.Done] | ModelError]()
+        self.loads = [(0, name, version) for name, version in versions.items()]
+        """Versions of adapters, each with the number of the load from which on it counts."""
+
+    def version_at(self, adapter: str, load: int) -> int:
+        """Return the version of an adapter after the engine's load of this number."""
+        return next(version for at, name, version in reversed(self.loads) if name == adapter and at <= load)
 
 
 def finished(call: Call, words: Words, done: Sequence[protocol.Done]) -> Finished:
@@ -53,11 +62,11 @@ def finished(call: Call, words: Words, done: Sequence[protocol.Done]) -> Finishe
     order = np.array([each.number - call.first for each in done])
     done = [_cut(request, words, int(row), each) for row, each in zip(order, done, strict=True)]
     pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for row, each in zip(request.prefix[order].tolist(), done, strict=True):
+    for row, adapter, each in zip(request.prefix[order].tolist(), request.adapters[order].tolist(), done, strict=True):
         prefix, tokens = np.array(request.prefixes[row], np.int32), np.frombuffer(each.tokens, np.int32)
         versions = np.zeros(len(tokens), np.int32)
-        for version, start in each.spans:
-            versions[start:] = version
+        for number, start in each.spans:
+            versions[start:] = call.version_at(adapter, number)
         before = len(prefix)
         pieces.append(
             (
@@ -101,6 +110,8 @@ class _PendingLoad:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
+        self.number = 0
+        """The engine's number of this load."""
         self.places: asyncio.Future[Batch] = asyncio.get_running_loop().create_future()
 
     def end(self, places: Batch) -> None:
@@ -132,7 +143,7 @@ class EngineSampler(Sampler):
 
     def __init__(self, config: SamplerConfig) -> None:
         rank = current_rank()
-        if config.declared:
+        if config.declared and not self.kind.takes_adapters:
             key = "lora" if config.lora else "adapters.NAME"
             raise ConfigError(
                 f'the backend {self.kind.backend!r} needs whole weights: set policy.{key}.sync = "merged"'
@@ -147,6 +158,8 @@ class EngineSampler(Sampler):
             raise ConfigError(f"the backend {self.kind.backend!r} knows {known} alone, and its mesh has {unknown}")
         self._config = config
         gpus = gather_gpus(rank)
+        self._ranks = {name: (lora.rank, lora.alpha) for name, lora in config.declared.items()}
+        """Rank and alpha of each adapter."""
         self._lends = not runs_engine(rank)
         """True if the first rank along tp runs the engine for this rank too."""
         if self._lends:
@@ -156,7 +169,8 @@ class EngineSampler(Sampler):
         self._words = read_words(config, folder)
         self._engine = self._start(folder, gpus)
         self._close = weakref.finalize(self, self._engine.close)
-        self._version = 0
+        self._versions = dict.fromkeys((BASE, *config.declared), 0)
+        """Of the whole model, and of each adapter by name."""
         self._refused = ""
         """Why the engine decodes nothing. Empty if it does."""
         self._readers = rank.size if engine_size(rank) > 1 else 0
@@ -164,9 +178,12 @@ class EngineSampler(Sampler):
         self._numbers = count()
         self._calls: dict[int, Call] = {}
         self._begun = 0
-        self._begun_at_load = 0
         self._beside = 0
-        """Number of calls outside training since the last load."""
+        """Number of calls outside training."""
+        self._first: dict[str, tuple[int, int]] = {}
+        """Of both kinds of calls, the numbers at the last load of each adapter."""
+        self._sent = 0
+        """Number of loads that the engine was asked for."""
         self._loads = 0
         self._loading = asyncio.Lock()
         self._pending: deque[_PendingLoad] = deque()
@@ -178,11 +195,19 @@ class EngineSampler(Sampler):
         start = protocol.Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
-            options.own, dict(options.args),
+            options.own, dict(options.args), options.room[0] if self._max_rank else 0, self._max_rank,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python, options.start_timeout)
         log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)
         return engine
+
+    @property
+    def _max_rank(self) -> int:
+        """The highest rank of an adapter. 0 if the engine takes none."""
+        if not self.kind.takes_adapters or (self._config.lora is None and self._config.adapters is None):
+            return 0
+        declared = max((lora.rank for lora in self._config.declared.values()), default=_MAX_RANK)
+        return options_of(self._config, self.options).room[1] or declared
 
     @property
     def _recomputes(self) -> bool:
@@ -210,15 +235,15 @@ class EngineSampler(Sampler):
         if self._refused:
             raise ModelError(self._refused)
         self._check_draws(sampling)
-        rollouts = Rollouts(self._words, prompts, sampling)
+        rollouts = Rollouts(self._words, prompts, sampling, adapters=self._ranks)
         request = rollouts.request
         self._check_known(request)
         if len(rollouts.ended.rows) or not len(rollouts.rows):
-            yield rollouts.batch(rollouts.ended, {BASE: self._version})
+            yield rollouts.batch(rollouts.ended, self._versions)
         if not len(request.rows):
-            self._next_turn(sampling)  # samples depend on the number of calls, on whichever ranks they had rows
+            self._next_number(sampling)  # samples depend on the number of calls, on whichever ranks they had rows
             return
-        versions, call = {BASE: self._version}, self._begin(request, sampling)
+        versions, call = dict(self._versions), self._begin(request, sampling)
         try:
             while call.unfinished:
                 results = await call.results.get()
@@ -235,17 +260,13 @@ class EngineSampler(Sampler):
     async def load(self, weights: Weights) -> Batch:
         """Put the weights into shared memory while the engine decodes. It takes them between two steps.
 
-        ModelError, and the old ones stay in use, if they are an adapter's alone, of another model, or differ from the
-        sent bytes. If the engine then computes something else than the policy, it is ended. A broadcast is received
-        between two steps, by engines that can. If only part of it arrives, the engine decodes nothing until others
-        come.
+        ModelError, and the old ones stay in use, if they are of another model, differ from the sent bytes, or are an
+        adapter's and this sampler takes none, or the other way round. If the engine then computes something else than
+        the policy, it is ended. A broadcast is received between two steps, by engines that can. If only part of it
+        arrives, the engine decodes nothing until others come.
         """
-        if weights.adapter is not None:
-            raise ModelError(
-                f"weights of version {weights.version} were not loaded, because they are those of the adapter "
-                f"{weights.adapter.name!r} alone, and the backend {self.kind.backend!r} needs whole weights: set "
-                'sync = "merged" for this adapter at the policy, or use sampler.backend = "torch"'
-            )
+        if (refusal := self._refusal(weights)) is not None:
+            raise ModelError(f"weights of version {weights.version} were not loaded, because {refusal}")
         if self._lends:
             return places_of({}, 0)
         async with self._loading:
@@ -255,6 +276,7 @@ class EngineSampler(Sampler):
             is_broadcast = self.kind.reads_broadcasts and isinstance(weights, LiveWeights)
             pending = _PendingLoad(weights if is_broadcast else await asyncio.to_thread(weights.shared))
             self._engine.send(self._order(pending.weights))
+            pending.number = self._sent
             self._pending.append(pending)
             places = await pending.places
             self._arrivals.note(weights)
@@ -262,10 +284,11 @@ class EngineSampler(Sampler):
 
     def _order(self, weights: Weights) -> protocol.Load:
         """Return the order to load weights that are in shared memory, or that the engine is to read."""
+        self._sent += 1
         probe = [row.tolist() for row in weights.probe.tokens] if weights.probe else []
         if isinstance(weights, LiveWeights):
             together = self._readers or weights.together
-            return protocol.Load(weights.version, [], self._recomputes, probe, weights.manifest, together)
+            return protocol.Load(weights.version, [], self._recomputes, probe, weights.manifest, together, self._sent)
         buckets = [
             protocol.SharedBucket(
                 bucket.segment.path,
@@ -277,7 +300,47 @@ class EngineSampler(Sampler):
             for bucket in weights.buckets
             if bucket.segment
         ]
-        return protocol.Load(weights.version, buckets, self._recomputes, probe)
+        adapter = weights.adapter and protocol.AdapterOf(*weights.adapter)
+        return protocol.Load(weights.version, buckets, self._recomputes, probe, number=self._sent, adapter=adapter)
+
+    def _refusal(self, weights: Weights) -> str | None:
+        """Return why these weights cannot be loaded, whatever is in them, or None."""
+        of, backend = weights.adapter, self.kind.backend
+        if of is None:
+            told = "they are a whole model's, and an engine with adapters keeps its base: publish with adapter=NAME"
+            return told if self._max_rank else None
+        if not self.kind.takes_adapters:
+            return (
+                f"they are those of the adapter {of.name!r} alone, and the backend {backend!r} needs whole weights: "
+                'set sync = "merged" for this adapter at the policy, or use sampler.backend = "torch"'
+            )
+        if not self._max_rank:
+            return (
+                f"they are those of the adapter {of.name!r} alone, and the engine was started without room for any: "
+                "write an empty table sampler.adapters, or declare the adapter there"
+            )
+        if of.rank > self._max_rank:
+            most = f"sampler.{backend}.max_rank is {self._max_rank}"
+            return f"the adapter {of.name!r} has rank {of.rank}, and {most}: raise it"
+        if self._ranks.get(of.name, (of.rank, of.alpha)) != (of.rank, of.alpha):
+            return (
+                f"the adapter {of.name!r} has rank = {of.rank} and alpha = {of.alpha}, and this sampler's has "
+                f"{self._ranks[of.name]}: give it the same in both tables, or call drop_adapter first"
+            )
+        return None
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. DataError if there is none of that name, or rows are still decoded with it."""
+        if self._lends:
+            return
+        if name not in self._ranks:
+            raise DataError(f"there is no adapter {name!r} to drop: there are {', '.join(self._ranks) or 'none'}")
+        if busy := sum(name in call.request.adapters for call in self._calls.values()):
+            raise DataError(
+                f"the adapter {name!r} decodes rows of {busy} calls of `generate`: wait for them, or abort them"
+            )
+        self._engine.send(protocol.Drop(name))
+        del self._ranks[name], self._versions[name]
 
     async def replay(self, record: Batch) -> None:
         """Raise DataError: the time at which a row is decoded depends on the machine."""
@@ -311,14 +374,18 @@ class EngineSampler(Sampler):
     def _begin(self, request: Request, sampling: Sampling) -> Call:
         self._listen()
         numbers = [next(self._numbers) for _ in request.rows]
-        call = Call(-1 - numbers[0] if sampling.beside else self._begun, numbers[0], request)
-        seed = key(self._config.seed, sampling.seed, self._version, self._next_turn(sampling))
+        own = -1 - numbers[0] if sampling.beside else self._begun
+        call, turn = Call(own, numbers[0], request, self._versions), self._next_number(sampling)
+        seeds = {
+            name: key(self._config.seed, sampling.seed, version, turn - self._first.get(name, (0, 0))[sampling.beside])
+            for name, version in self._versions.items()
+        }
         rows: list[protocol.Row] = []
         for index, number in enumerate(numbers):
-            prefix = request.prefixes[int(request.prefix[index])]
+            prefix, adapter = request.prefixes[int(request.prefix[index])], str(request.adapters[index])
             left = int(request.starts[index] + request.limits[index]) - len(prefix)
-            own = int(key(int(seed), int(request.numbers[index]))) & _SEEDS
-            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, own))
+            seed = int(key(int(seeds[adapter]), int(request.numbers[index]))) & _SEEDS
+            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, seed, adapter))
         self._engine.send(
             protocol.Generate(
                 rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
@@ -327,13 +394,13 @@ class EngineSampler(Sampler):
         self._calls[call.number] = call
         return call
 
-    def _next_turn(self, sampling: Sampling) -> int:
-        """Return the number of calls since the last load. Calls outside training count separately: -1, -2, ..."""
+    def _next_number(self, sampling: Sampling) -> int:
+        """Return the number of earlier calls. Calls outside training count separately: -1, -2, ..."""
         if sampling.beside:
             self._beside += 1
             return -self._beside
         self._begun += 1
-        return self._begun - 1 - self._begun_at_load
+        return self._begun - 1
 
     def _listen(self) -> None:
         self._engine.listen(self._on_answer, self._on_end)
@@ -362,7 +429,12 @@ class EngineSampler(Sampler):
         if answer.lost and isinstance(pending.weights, LiveWeights):
             pending.fail(pending.weights.lost(answer.lost, answer.text))
             return
-        now = f"continues with version {self._version}" if answer.usable else "decodes nothing until others come"
+        name = pending.weights.adapter.name if pending.weights.adapter else BASE
+        now = (
+            f"continues with version {self._versions.get(name, 0)}"
+            if answer.usable
+            else "decodes nothing until others come"
+        )
         pending.fail(ModelError(f"weights of version {version} were not loaded, and the engine {now}: {answer.text}"))
 
     def _on_loaded(self, answer: protocol.Loaded, pending: _PendingLoad) -> None:
@@ -381,8 +453,12 @@ class EngineSampler(Sampler):
                 return
         if isinstance(pending.weights, LiveWeights):
             pending.weights.arrived(answer.transport)
-        self._version, self._refused = answer.version, ""
-        self._begun_at_load, self._beside = self._begun, 0
+        name, self._refused = BASE, ""
+        if (of := pending.weights.adapter) is not None:
+            name, self._ranks[of.name] = of.name, (of.rank, of.alpha)
+        self._versions[name], self._first[name] = answer.version, (self._begun, -self._beside)
+        for call in self._calls.values():
+            call.loads.append((pending.number, name, answer.version))
         numbered = [number for number in self._calls if number >= 0]
         steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
         pending.end(places_of(steps, self._loads, **measured))

@@ -141,7 +141,10 @@ class _SglangEngine:
         with TemporaryDirectory() as answers:
             return self._loop.run_until_complete(self._load(order, answers))
 
-    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+    def drop(self, adapter: str) -> None:
+        """Do nothing: there are no adapters, because SGLang's layers for them need a GPU's pinned memory."""
+
+    def read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
         """Read sequences before all waiting rows. If no slot is free, a row gives its slot up."""
         return self._loop.run_until_complete(self._read(probe, salt))
 
@@ -243,7 +246,7 @@ class _SglangEngine:
             return outcome
         if self._reads_back:
             await self._transfer.read_back(manager, sent.firsts)
-        version = io.UpdateWeightVersionReqInput(new_version=str(order.version), abort_all_requests=False)
+        version = io.UpdateWeightVersionReqInput(new_version=str(order.number), abort_all_requests=False)
         await manager.update_weight_version(version)
         await manager.continue_generation(io.ContinueGenerationReqInput())
         return outcome

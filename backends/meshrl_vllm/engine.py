@@ -4,18 +4,24 @@
 # pyright: reportMissingImports=false
 
 import os
+import shutil
 from dataclasses import fields
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Final, get_args
 
 import numpy as np
+from msgspec import structs
 
 from meshrl_inference.engine_side.arguments import with_args
 from meshrl_inference.engine_side.protocol import (
     CPU_CACHE_MIB,
     IN_SHARED_MEMORY,
     PROBES,
+    AdapterOf,
     Done,
     Engine,
     Generate,
@@ -60,9 +66,20 @@ class _VllmEngine:
         self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), use, enable_multiprocessing=False)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
+        if asked.adapters:
+            self._engine.collective_rpc("leave_rows_without")
         self._engine.set_weight_version("0")
         self._unread: dict[str, list[float]] = {}
         """The log-probs of a probe's sequences, by the requests that read them. Empty for unread ones."""
+        self._adapters: dict[str, Any] = {}
+        """What requests of loaded adapters carry, by name. vLLM reads their folders again if it has had to forget
+        them."""
+        self._ids = count(1)
+        self._folder = Path(mkdtemp(prefix="adapters-"))
+        self._loaded = 0
+        """The number of the last load."""
+        self._without: dict[int, int] = {}
+        """Rows that were begun before their adapter was loaded, and are decoded without it, with that number."""
         self._seats(0)
         self.version: str = vllm.__version__
         self.tokens = int(self._engine.model_config.get_vocab_size())
@@ -92,7 +109,10 @@ class _VllmEngine:
                 skip_special_tokens=False,
                 logprobs=0,
             )
-            self._ask(str(row.number), np.frombuffer(row.tokens, np.int32).tolist(), salt, sampling)
+            if row.adapter and row.adapter not in self._adapters:
+                self._without[row.number] = self._loaded
+            tokens = np.frombuffer(row.tokens, np.int32).tolist()
+            self._ask(str(row.number), tokens, salt, sampling, adapter=row.adapter)
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
         """Stop decoding these rows. vLLM has their tokens at hand."""
@@ -100,7 +120,9 @@ class _VllmEngine:
         states = {state.external_req_id: state for state in processor.request_states.values()}
         here = [states[str(number)] for number in rows if str(number) in states]
         if wanted:
-            self.finished += [_unfinished(state) for state in here]
+            self.finished += [self._told(_unfinished(state)) for state in here]
+        for number in rows:
+            self._without.pop(number, None)
         self._engine.abort_request([str(state.external_req_id) for state in here])
 
     def step(self, orders: Connection | None) -> None:
@@ -110,10 +132,12 @@ class _VllmEngine:
             if output.request_id in self._unread:
                 self._unread[output.request_id] = _read(output)
             else:
-                self.finished.append(_done(output))
+                self.finished.append(self._told(_done(output)))
         self.steps += 1
 
     def load(self, order: Load) -> Outcome:
+        if order.adapter is not None:
+            return self._load_adapter(order, order.adapter)
         self._core.pause_scheduler(mode="keep", clear_cache=False)
         self._engine.collective_rpc("start_weight_update")
         update = {"buckets": order.buckets, "manifest": order.manifest, "together": order.together}
@@ -122,20 +146,55 @@ class _VllmEngine:
         is_broadcast = order.manifest is not None
         outcome = Outcome.of_all(self._engine.collective_rpc("tell_outcome")) if is_broadcast else IN_SHARED_MEMORY
         if outcome.transport:
-            self._engine.set_weight_version(str(order.version))
-            if order.recompute:
-                self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._in_use(order)
         if outcome.transport or not outcome.begun:  # else some weights are new and others old
             self._core.resume_scheduler()
         return outcome
 
-    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+    def _load_adapter(self, order: Load, of: AdapterOf) -> Outcome:
+        """Put an adapter in the place of its earlier version, which vLLM drops after it has read the new one."""
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 -- `start` has set its environment
+
+        from meshrl_inference.engine_side.loading import write_adapter  # noqa: PLC0415 -- as above
+
+        number = self._adapters[of.name].lora_int_id if of.name in self._adapters else next(self._ids)
+        folder, new = self._folder / str(number), self._folder / "new"
+        write_adapter(new, order, of)
+        try:
+            self._engine.add_lora(LoRARequest(of.name, number, str(new), load_inplace=True))
+        except Exception as error:  # noqa: BLE001 -- whatever vLLM has against it, the earlier version is in use
+            shutil.rmtree(new)
+            return Outcome(reason=f"vLLM refuses the adapter {of.name!r}: {error}")
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+        self._adapters[of.name] = LoRARequest(of.name, number, str(folder))
+        self._in_use(order)
+        return IN_SHARED_MEMORY
+
+    def _in_use(self, order: Load) -> None:
+        """Count new weights from the next step on."""
+        self._loaded = order.number
+        self._engine.set_weight_version(str(order.number))
+        if order.recompute:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _told(self, done: Done) -> Done:
+        """Return a row with no later load than those that it was decoded with."""
+        number = self._without.pop(done.number, None)
+        return done if number is None else structs.replace(done, spans=[(number, 0)])
+
+    def drop(self, adapter: str) -> None:
+        if (known := self._adapters.pop(adapter, None)) is not None:
+            self._engine.remove_lora(known.lora_int_id)
+            shutil.rmtree(known.lora_path)
+
+    def read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
         """Read sequences before all waiting rows, in separate seats."""
         self._seats(len(probe))
         self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
         reading = self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         for name, tokens in zip(self._unread, probe, strict=True):
-            self._ask(name, tokens, f"{salt} {name}", reading, priority=-1)
+            self._ask(name, tokens, f"{salt} {name}", reading, priority=-1, adapter=adapter)
         while not all(self._unread.values()):
             self.step(None)
         values = [value for row in self._unread.values() for value in row]
@@ -157,9 +216,9 @@ class _VllmEngine:
     def _sampling(self, **keys: object) -> Any:
         return self._vllm.SamplingParams(**keys, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
 
-    def _ask(self, name: str, tokens: list[int], salt: str, sampling: Any, priority: int = 0) -> None:
-        prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-        self._engine.add_request(name, prompt, sampling, priority=priority)
+    def _ask(self, name: str, tokens: list[int], salt: str, sampling: Any, *, adapter: str, priority: int = 0) -> None:
+        prompt, lora = {"prompt_token_ids": tokens, "cache_salt": salt}, self._adapters.get(adapter)
+        self._engine.add_request(name, prompt, sampling, lora_request=lora, priority=priority)
 
     def _seats(self, extra: int) -> None:
         """Set the number of rows decoded at once, in addition to the slots."""
@@ -198,8 +257,27 @@ def _arguments(asked: Start) -> Any:
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
+        **_for_adapters(asked),
     )
     return EngineArgs(**with_args(own, asked.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}"))
+
+
+def _for_adapters(asked: Start) -> dict[str, Any]:
+    """Return the arguments that make room for adapters."""
+    if not asked.adapters:
+        return {}
+    from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415 -- `start` has set its environment
+
+    from meshrl_inference.engine_side.loading import Naming  # noqa: PLC0415 -- as above
+
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= asked.max_rank]
+    if not ranks:
+        raise ValueError(f"an adapter of rank {asked.max_rank}: vLLM's highest is {max(get_args(MaxLoRARanks))}")
+    # Not the head: with an adapter on it, vLLM cannot tell the log-probs of a prompt, which a probe reads.
+    names = sorted(Naming(asked.model).linear_names)
+    return {
+        "enable_lora": True, "max_loras": asked.adapters, "max_lora_rank": min(ranks), "lora_target_modules": names,
+    }  # fmt: skip
 
 
 def _read(output: Any) -> list[float]:

@@ -10,7 +10,7 @@ from meshrl_vllm.options import VllmConfig
 class VllmSampler(EngineSampler):
     """Rollouts by vLLM."""
 
-    kind: ClassVar = Kind("vllm", "vLLM", reads_broadcasts=True)
+    kind: ClassVar = Kind("vllm", "vLLM", reads_broadcasts=True, takes_adapters=True)
     options: ClassVar = VllmConfig
     temperatures: ClassVar = (0.01, 2.0)
     """Below the first, vLLM silently samples at the first."""

@@ -19,6 +19,7 @@ from meshrl_inference.engine_side.loading import Naming, read_broadcast, shared_
 from meshrl_inference.engine_side.protocol import Outcome, SharedBucket
 from meshrl_torch.wire.manifest import Manifest
 from meshrl_vllm import quantized
+from meshrl_vllm.adapters import leave_rows_without
 from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
@@ -102,6 +103,11 @@ class Extension:
     def tell_whole(self) -> None:
         """Return log-probs of the whole distribution, as a trainer does."""
         tell_whole(self.model_runner.sampler)
+
+    def leave_rows_without(self) -> None:
+        """Let rows without an adapter be as the model makes them, on CPUs too."""
+        if current_platform.is_cpu():
+            leave_rows_without()
 
     def tell_outcome(self) -> Outcome:
         """Return how this worker has read the last broadcast."""

@@ -1,6 +1,7 @@
 """The commands that read a run's folder: eval, merge, push, report, compare, trace, audit, diagnose, watch."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,16 @@ from meshrl.observe import (
     run_lines,
     run_to_watch,
 )
-from meshrl.run import EvalOptions, audit_run, evaluate_run, merge_adapters
+from meshrl.run import (
+    EvalOptions,
+    SessionAudit,
+    Verdict,
+    audit_run,
+    audit_session,
+    evaluate_run,
+    is_session,
+    merge_adapters,
+)
 from meshrl.run import push as push_run
 
 _BREACHES = 10
@@ -178,22 +188,38 @@ def trace(run: RunArgument, out: Out = None) -> None:
 def audit(run: RunArgument) -> None:
     """Check a run's guarantees by its files: each prompt delivered once, versions, the staleness bound, steps.
 
+    Of a server's run: each request applied once and in order, and no step without gradients.
+
     Exit status: 0 if all hold, 1 if one is broken, 2 if the files cannot tell.
     """
     try:
-        result = audit_run(find_run(run))
+        folder = find_run(run)
+        if is_session(folder):
+            _show_session(audit_session(folder))
+            return
+        result = audit_run(folder)
     except MeshrlError as error:
         show_error(error)
         raise typer.Exit(2) from None
     again = f", resumed from a checkpoint {result.resumed} times" if result.resumed else ""
     typer.echo(f"{result.folder}: {result.steps:,} steps{again}; {result.status}")
-    for verdict in result.verdicts:
+    _show_verdicts(result.verdicts)
+
+
+def _show_session(result: SessionAudit) -> None:
+    typer.echo(f"{result.folder}: {result.requests:,} requests; {result.status}")
+    _show_verdicts(result.verdicts)
+
+
+def _show_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Show verdicts, and exit with 1 if one is broken."""
+    for verdict in verdicts:
         typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.numbers}")
         for breach in verdict.breaches[:_BREACHES]:
             typer.echo(f"          {breach}")
         if (more := len(verdict.breaches) - _BREACHES) > 0:
             typer.echo(f"          and {more:,} more")
-    if not result.holds:
+    if not all(verdict.holds for verdict in verdicts):
         raise typer.Exit(1)
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.events import Call, Delivery, Event, Span, Step, Swap, Wait
+from meshrl.events import Call, Delivery, Event, Request, Span, Step, Swap, Wait
 from meshrl.observe.run_files import Record
 
 Intervals: TypeAlias = npt.NDArray[np.float64]
@@ -395,6 +395,24 @@ def _first_that_holds(idle: Intervals, candidates: Sequence[IdleReason]) -> list
     return sorted(reasons, key=lambda reason: -reason.seconds)
 
 
+def request_lines(requests: Sequence[Request]) -> list[tuple[str, str]]:
+    """What clients asked of a server, as names with values. Empty without requests."""
+    if not requests:
+        return []
+    models, tenants = {each.model for each in requests}, {each.tenant for each in requests}
+    failed = sum(each.error is not None for each in requests)
+    verbs = Counter(each.verb for each in requests)
+    rows, tokens = sum(each.rows or 0 for each in requests), sum(each.tokens or 0 for each in requests)
+    waited = float(np.median([each.began - each.received for each in requests]))
+    return [
+        ("requests", f"{len(requests):,} of {len(models):,} models and {len(tenants):,} tenants, {failed:,} failed"),
+        ("of them", _listed({verb: f"{count:,}" for verb, count in verbs.most_common()})),
+        ("rows and tokens", f"{rows:,} and {tokens:,}"),
+        ("until its turn, median", duration(waited)),
+        ("in its turn, median", duration(float(np.median([each.ended - each.began for each in requests])))),
+    ]
+
+
 def run_lines(record: Record) -> list[tuple[str, str]]:
     """A run's bottlenecks, staleness and idle ranks, as names with values.
 
@@ -402,7 +420,7 @@ def run_lines(record: Record) -> list[tuple[str, str]]:
     """
     lengths = [event.ended - event.began for event in record.events if isinstance(event, Step)]
     if not lengths:
-        return []
+        return request_lines([event for event in record.events if isinstance(event, Request)])
     count, shares, idle = len(lengths), overlap(record.events), idleness(record.events)
     total, bound = shares.total, Counter(step.bound for step in shares.steps)
     staleness, dropped = deliveries_of(event for event in record.events if isinstance(event, Delivery))

@@ -18,6 +18,7 @@ from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_j
 from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
 from meshrl.run.run import Run, Steps
 from meshrl.run.scaffold import copy_script
+from meshrl.run.session_audit import SessionAudit, audit_session, is_session
 from meshrl.run.train import is_machine_fault, run_job, train
 
 __all__ = [
@@ -37,9 +38,11 @@ __all__ = [
     "RolloutConfig",
     "Run",
     "RunConfig",
+    "SessionAudit",
     "Steps",
     "Verdict",
     "audit_run",
+    "audit_session",
     "copy_script",
     "description_of",
     "evaluate",
@@ -51,6 +54,7 @@ __all__ = [
     "find_mistakes",
     "held_out",
     "is_machine_fault",
+    "is_session",
     "is_shipped",
     "list_of_mistakes",
     "load_job",

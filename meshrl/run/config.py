@@ -125,6 +125,11 @@ class RunConfig(Config):
     """Record the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run bit by bit."""
     replay: Annotated[str | None, PathIn("(.+)")] = None
     """Folder of a deterministic run of the same configuration. This run follows its schedule."""
+    server: str | None = Field(default=None, pattern=r"^https?://.+")
+    """Address of a server that `meshrl tinker` runs, such as http://127.0.0.1:8000. Policy and sampler are there, and
+    the tables of the server say how they train and sample."""
+    server_key_env: str = "TINKER_API_KEY"
+    """Environment variable with the tenant's key at that server. The key itself is in no configuration."""
     slow_after: float = Field(default=60.0, gt=0)
     """Seconds after which the log names a call that is still running, and its rank."""
     log: Annotated[str, CODE] | list[Annotated[str, CODE]] = "tensorboard"
@@ -297,7 +302,7 @@ class AlgorithmConfig(Config):
             alone = {
                 key: own for key, own in named.items() if isinstance(own, Mapping) and own.get("sync") == "adapters"
             }
-            adapters |= {"adapters": alone} if alone else {}
+            adapters |= {"adapters": alone} if alone or not named else {}
         shared = {key: policy[key] for key in _OF_THE_POLICYS_MODEL if key in policy}
         for name, field in cls.model_fields.items():
             kinds = _with_the_policys_model(field.annotation)

@@ -1,8 +1,9 @@
 """A run: the engine, the meshes and the folder of one execution of an algorithm script."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,18 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
+from meshrl.remote import Remote, connect
+from meshrl.roles import (
+    ModelConfig,
+    Policy,
+    PolicyConfig,
+    RoleConfig,
+    Sampler,
+    Stateful,
+    check_axes,
+    implementation,
+    planner_of,
+)
 from meshrl.run.background_eval import BackgroundEvaluations, Measurement
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
@@ -89,6 +101,8 @@ class Run:
         """Seconds to wait for resources for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
+        self._server: Remote | None = None
+        self._sessions, self._connecting = AsyncExitStack(), asyncio.Lock()
         self._loop = self._step = 0
         self._step_began = clock()
         self._stepping = self._worked = False
@@ -141,6 +155,8 @@ class Run:
         """
         if isinstance(config, ModelConfig) and "seed" not in config.model_fields_set:
             config = config.model_copy(update={"seed": self.seed})
+        if self.config.server and getattr(role, "__name__", "") in ("Policy", "Sampler"):
+            return cast("R", await self._at_server(self.config.server, config))
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
         self._mesh_config(config.mesh).check_takes(config)
@@ -157,6 +173,19 @@ class Run:
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
+
+    async def _at_server(self, url: str, config: RoleConfig) -> Policy | Sampler:
+        """Return a policy or a sampler at the server."""
+        place = self._checkpoints.place("Policy") if isinstance(config, PolicyConfig) else ""
+        async with self._connecting:
+            if self._server is None:
+                key = os.environ.get(self.config.server_key_env, "tml-local")
+                self._server = await self._sessions.enter_async_context(connect(url, key))
+        if not isinstance(config, PolicyConfig):
+            return self._server.sampler()
+        policy = await self._server.policy(config)
+        await self._checkpoints.adopt(place, policy)
+        return policy
 
     async def keep(self, name: str, state: S) -> S:
         """Keep an object of the script, or an actor on a mesh, in checkpoints. Returns it, restored in a resumed run.
@@ -339,7 +368,10 @@ class Run:
                 await self._evaluations.close()
                 await self._checkpoints.close(error)
             finally:
-                await self.engine.close()
+                try:
+                    await self._sessions.aclose()
+                finally:
+                    await self.engine.close()
 
     def _close_files(self, error: BaseException | None) -> None:
         """Close the files. DataError if the disk is full, which is only logged if an error has ended the run."""

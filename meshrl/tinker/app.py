@@ -9,8 +9,9 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from meshrl.errors import DataError, MeshrlError
+from meshrl.remote import Call, Generate
 from meshrl.tinker import library, told
 from meshrl.tinker.asks import (
     AtPath,
@@ -38,7 +40,7 @@ from meshrl.tinker.asks import (
 )
 from meshrl.tinker.bodies import TooLarge, read_body
 from meshrl.tinker.library import Checkpoint, Model, Session
-from meshrl.tinker.queues import Busy, Conflict, Room
+from meshrl.tinker.queues import Busy, Room
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -53,10 +55,11 @@ from meshrl.tinker.requests import (
     pass_of_json,
     pass_of_wire,
     read_json,
+    read_packed,
 )
 from meshrl.tinker.results import JSON, PROTOBUF, Failure, Result, reply
-from meshrl.tinker.samples import Desk
-from meshrl.tinker.service import Service, Unknown, failure_of
+from meshrl.tinker.samples import Desk, Kept
+from meshrl.tinker.service import Service, Unknown
 
 T = TypeVar("T")
 Numbered: TypeAlias = OptimStep | Save | SaveForSampler | SaveExternal | Load
@@ -65,8 +68,6 @@ _WAIT: Final = 20.0
 """Seconds that a client waits for a result before it has to ask again. The SDK waits 45."""
 _INLINE: Final = 4 << 20
 """Size in bytes of the largest result that is sent before the client has made room for it."""
-_KEPT: Final = 8192
-"""Results of samples that are kept, at least."""
 _LINKS: Final = 3600
 """Seconds for which a link to a file of a checkpoint is valid."""
 _LEFT: Final = 499
@@ -81,8 +82,7 @@ class Api:
         config = service.config.tinker
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
-        self._samples: OrderedDict[tuple[str, str], asyncio.Task[Result]] = OrderedDict()
-        self._clones: dict[str, int] = {}
+        self._samples, self._clones = Kept(int(config.samples_mib * 2**20), room), Counter[str]()
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
@@ -104,6 +104,8 @@ class Api:
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "asample": self._sample,
+            "meshrl/call": self._call,
+            "meshrl/generate": self._generate,
             "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
@@ -157,7 +159,7 @@ class Api:
             except Unknown as error:
                 return _refusal(410 if isinstance(error, _Gone) else 404, str(error))
             except (MeshrlError, OSError) as error:
-                failure = failure_of(error)
+                failure = self._service.failure(error)
                 return _refusal(400 if failure.category == "user" else 500, failure.error, failure.category)
 
         return endpoint
@@ -295,7 +297,7 @@ class Api:
             raise error from None
         return self._submitted(tenant, known.model_id, known.seq_id, Refused(known.model_id, known.seq_id, str(error)))
 
-    def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused) -> str:
+    def _submitted(self, tenant: str, model: str, number: int | None, asked: Numbered | Pass | Refused | Call) -> str:
         if number is None or number < 1:
             raise DataError(f"a request of {model} has the number {number}: its seq_id counts from 1")
         return self._service.submit(tenant, model, number, asked)
@@ -351,15 +353,16 @@ class Api:
         body, kind = reply(result, binary=PROTOBUF in request.headers.get("accept", ""))
         if asked.allow_metadata_only and len(body) > _INLINE:
             return _json({"status": "complete_metadata", "response_payload_size": len(body)})
+        self._samples.told(tenant, asked.request_id)
         return Response(body, media_type=kind)
 
     async def _result(self, tenant: str, name: str) -> Result | None:
         """Return the result of a request, None if there is none yet. Unknown if it is nobody's."""
-        if task := self._samples.get((tenant, name)):
-            done, _ = await asyncio.wait([task], timeout=_WAIT)
+        if task := self._samples.get(tenant, name):
+            await asyncio.wait([task], timeout=_WAIT)
             if task.cancelled():
                 return Failure("the sample was cancelled", "user")
-            return task.result() if done else None
+            return task.result() if task.done() else None
         model, _, number = name.rpartition(":")
         if ":train:" not in model or not number.isdigit():
             raise _Gone(f"there is no request {name}: it was made before the server was started, or is long done")
@@ -370,7 +373,7 @@ class Api:
 
     async def _cancel(self, tenant: str, request: Request) -> Response:
         asked = await self._read(request, Retrieve)
-        if task := self._samples.get((tenant, asked.request_id)):
+        if task := self._samples.get(tenant, asked.request_id):
             task.cancel()
         return Response(status_code=204)
 
@@ -385,7 +388,7 @@ class Api:
 
     async def _join_sampler(self, tenant: str, request: Request) -> Response:
         sampler = self._service.sampler(tenant, (await self._read(request, OfSampler)).sampling_session_id)
-        self._clones[sampler.id] = self._clones.get(sampler.id, 0) + 1
+        self._clones[sampler.id] += 1
         return _json({"type": "join_sampling_session", "client_counter": self._clones[sampler.id]})
 
     async def _sampler(self, tenant: str, request: Request) -> Response:
@@ -393,8 +396,7 @@ class Api:
         return _json({"sampler_id": sampler.id, "base_model": sampler.base_model, "model_path": sampler.path})
 
     async def _sample(self, tenant: str, request: Request) -> Response:
-        body = await self._body(request)
-        asked = read_json(body, Sample)
+        asked = await self._read(request, Sample)
         if asked.sampling_session_id is not None:
             sampler = self._service.sampler(tenant, asked.sampling_session_id)
             number = f"once-{secrets.token_hex(12)}" if asked.seq_id is None else str(asked.seq_id)
@@ -404,27 +406,29 @@ class Api:
             if base != served and (base is not None or asked.model_path is None):
                 raise DataError(f"this server has no model {base!r}: it has {served!r}")
             name, weights = f"sample:{secrets.token_hex(12)}", asked.model_path
-        digest = hashlib.blake2b(msgspec.json.encode(asked), digest_size=16).hexdigest()
-        if (known := self._samples.get((tenant, name))) is not None:
-            if known.get_name() != digest:
-                raise Conflict(f"the sample {name} came before with other content: each number is one request")
-        else:
-            self._room.take(tenant, len(body))
-            task = asyncio.create_task(self._drawn(tenant, weights, asked, name), name=digest)
-            task.add_done_callback(lambda _: self._room.give(tenant, len(body)))
-            self._samples[tenant, name] = task
-            for key in [key for key, each in list(self._samples.items())[:-_KEPT] if each.done()]:
-                del self._samples[key]
+        draw = partial(self._drawn, tenant, weights, lambda: self._desk.sample(tenant, weights, asked, name))
+        self._samples.begin(tenant, name, msgspec.json.encode(asked), draw)
         identities = [f"{name}:{each}" for each in range(asked.num_samples)]
         return _json({"request_id": name, "sample_sequence_ids": identities})
 
-    async def _drawn(self, tenant: str, weights: str | None, asked: Sample, name: str) -> Result:
+    async def _drawn(self, tenant: str, weights: str | None, draw: Callable[[], Awaitable[Result]]) -> Result:
         try:
             if weights is not None:
                 self._service.library.find(tenant, weights)
-            return await self._desk.sample(tenant, weights, asked, name)
+            return await draw()
         except Exception as error:  # noqa: BLE001 -- the result of the request
-            return failure_of(error)
+            return self._service.failure(error)
+
+    async def _generate(self, tenant: str, request: Request) -> Response:
+        body = await self._body(request)
+        asked = read_packed(body, Generate)
+        draw = partial(self._drawn, tenant, asked.path, lambda: self._desk.generate(tenant, asked))
+        self._samples.begin(tenant, asked.name, body, draw)
+        return _json({"request_id": asked.name})
+
+    async def _call(self, tenant: str, request: Request) -> Response:
+        asked = read_packed(await self._body(request), Call)
+        return _future(self._submitted(tenant, asked.model_id, asked.seq_id, asked))
 
     # Checkpoints
 

@@ -20,7 +20,7 @@ class TenantConfig(Config):
     requests: int = Field(default=1024, gt=0)
     """Requests that wait, at most. Further ones get status 429, after which the SDK tries again."""
     storage_gib: float = Field(default=100.0, gt=0)
-    """GiB of checkpoints, at most."""
+    """GiB of checkpoints, states and journals, at most."""
 
 
 class TinkerConfig(Config):
@@ -42,6 +42,8 @@ class TinkerConfig(Config):
     state_every: int = Field(default=10, gt=0)
     """Optimizer steps of a model between two states on disk. After a restart, the requests since the last one are
     applied again."""
+    record: bool = False
+    """Keep journals whole, so that `meshrl replay` can repeat each model's requests from the first one."""
     samplers_kept: int = Field(default=16, gt=0)
     """Weights without a name that are kept for samplers, of each model."""
     body_mib: int = Field(default=64, gt=0)
@@ -50,6 +52,11 @@ class TinkerConfig(Config):
     """Requests that wait, at most. Further ones get status 429."""
     waiting_mib: int = Field(default=1024, gt=0)
     """Size of the bodies of all requests that wait, in MiB."""
+    samples_mib: float = Field(default=256.0, gt=0)
+    """Size of the results of samples that are kept of each tenant, in MiB: the newest that have not been fetched."""
+    session_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds without a sign of a session's client, after which its models no longer count for its tenant, and its
+    requests that wait for another are dropped. The SDK gives a sign every 10 seconds."""
     timeout: float = Field(default=60.0, gt=0)
     """Time limit in seconds for a client to send a body."""
     compress: bool = False

@@ -59,27 +59,19 @@ class Journal:
     outlives the machine.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = self._open(max(self._starts(), default=0))
+    def __init__(self, folder: Path, *, keeps: bool = False) -> None:
+        """`keeps`: whether files stay that no state needs any more."""
+        self._folder, self._keeps = folder, keeps
+        self._file = self._open(max(_starts(folder), default=0))
         self.nbytes: int = self._file.tell()
         """Bytes of the newest file."""
-
-    def _starts(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("journal-")) for path in self._folder.glob("journal-*"))
 
     def _open(self, start: int) -> "_Appended":
         return _Appended(self._folder / _NAME.format(start))
 
     def records(self) -> Iterator[tuple[Record, Place]]:
-        """Yield all records in the order of their writing. Damaged if one in the middle is not as it was written."""
-        for start in self._starts():
-            path = self._folder / _NAME.format(start)
-            for place, raw in _read(path):
-                try:
-                    yield _decoder.decode(raw), Place(path, place, len(raw))
-                except msgspec.DecodeError as error:
-                    raise DataError(f"{path} is of another version of meshrl: {error}") from error
+        """Return all records in the order of their writing. Damaged if one in the middle is not as it was written."""
+        return records_in(self._folder)
 
     def add(self, record: Record) -> Place:
         """Write a record.
@@ -110,14 +102,28 @@ class Journal:
         self._file.close()
         self._file = begun
         self.nbytes = self._file.tell()
-        starts = self._starts()
-        for before, after in pairwise(starts):
-            if after <= kept:
+        for before, after in pairwise(_starts(self._folder)):
+            if after <= kept and not self._keeps:
                 (self._folder / _NAME.format(before)).unlink()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def records_in(folder: Path) -> Iterator[tuple[Record, Place]]:
+    """Yield all records of a model's folder in the order of their writing, as `Journal.records`."""
+    for start in _starts(folder):
+        path = folder / _NAME.format(start)
+        for place, raw in _read(path):
+            try:
+                yield _decoder.decode(raw), Place(path, place, len(raw))
+            except msgspec.DecodeError as error:
+                raise DataError(f"{path} is of another version of meshrl: {error}") from error
+
+
+def _starts(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("journal-")) for path in folder.glob("journal-*"))
 
 
 def _added(file: "_Appended", record: Record) -> Place:

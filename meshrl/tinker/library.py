@@ -248,15 +248,17 @@ class Shelf:
             raise
 
     def nbytes(self) -> int:
-        """Return the bytes of all checkpoints."""
-        return sum(each.size_bytes for each in self.checkpoints())
+        """Return the bytes of all files of models: checkpoints that have not expired, states and journals."""
+        for _ in self.checkpoints():  # which removes those that have
+            pass
+        return sum(_size(path) for path in (self.folder / "models").rglob("*"))
 
 
 class Library:
     """The shelves of all tenants."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder: Final = folder
         self._shelves: dict[str, Shelf] = {}
 
     def shelf(self, tenant: str) -> Shelf:
@@ -264,12 +266,12 @@ class Library:
         if tenant not in self._shelves:
             if not _NAME.fullmatch(tenant):
                 raise DataError(f"{tenant!r} is no name for a tenant")
-            self._shelves[tenant] = Shelf(self._folder / tenant)
+            self._shelves[tenant] = Shelf(self.folder / tenant)
         return self._shelves[tenant]
 
     def tenants(self) -> list[str]:
         """Return the names of all tenants that have something."""
-        return sorted(path.parent.name for path in self._folder.glob("*/models"))
+        return sorted(path.parent.name for path in self.folder.glob("*/models"))
 
     def find(self, tenant: str, path: str) -> tuple[Checkpoint, Path]:
         """Return a checkpoint that a tenant may read, and its folder: the tenant's own, or a published one.
@@ -282,6 +284,13 @@ class Library:
             if found is not None and (owner == tenant or found.public):
                 return found, shelf.checkpoint_folder(path)
         raise DataError(f"there is no checkpoint {path}: it was never saved, has expired, or belongs to someone else")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:  # it was removed meanwhile
+        return 0
 
 
 def _checked(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from meshrl.algo import Loss
-from meshrl.data import ADAPTER, BASE, Batch, LossResult, Ragged, Weights
+from meshrl.data import ADAPTER, BASE, Batch, LossResult, Metrics, Ragged, Weights
 from meshrl.errors import DataError
 from meshrl.roles import LoraConfig, Policy, Sampler, SamplerConfig, Step
 from meshrl.tinker.config import ServedConfig
@@ -83,6 +83,14 @@ class Models(ABC):
         scored = await self._policy.logprobs(self._named(model, batch))
         return (await scored.load("logprobs")).ragged("logprobs")
 
+    async def encoded(self, batch: Batch) -> Batch:
+        """Return `tokens` and `loss_mask` of texts, as the policy reads them."""
+        return (await (await self._policy.encode(batch)).load()).only("tokens", "loss_mask")
+
+    async def called(self, model: str, batch: Batch, loss: Loss) -> LossResult:
+        """Add the gradients of rows of one model. Returns what the loss saw, and its metrics."""
+        return await (await self._policy.forward_backward(self._named(model, batch), loss)).load()
+
     async def forward_backward(self, models: Sequence[str], batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
         """Add the gradients of rows of several models, in one call.
 
@@ -102,7 +110,11 @@ class Models(ABC):
             weight_decay=adam.weight_decay,
             max_grad_norm=adam.grad_clip_norm or float("inf"),
         )
-        return (await self._policy.step(step, self.adapter(model))).means()
+        return (await self.stepped(model, step)).means()
+
+    async def stepped(self, model: str, step: Step) -> Metrics:
+        """Make an optimizer step, with the values of the policy's table where `step` has none."""
+        return await self._policy.step(step, self.adapter(model))
 
     async def write_state(self, model: str, folder: Path) -> None:
         """Write weights and optimizer into a folder."""
@@ -222,6 +234,15 @@ class WholeModels(Models):
 
     def release(self, name: str) -> None:
         """Do nothing."""
+
+
+async def models_of(policy: Policy, sampler: Sampler, config: ServedConfig, initial: Path) -> Models:
+    """Return the models of a configuration. `initial`: a folder for the base model's state, if all of it is trained."""
+    if config.policy.is_adapted:
+        return AdapterModels(policy, sampler, config)
+    whole = WholeModels(policy, sampler, initial)
+    await whole.open()
+    return whole
 
 
 def _name_of(model: str) -> str:

@@ -173,8 +173,12 @@ class ModelQueue:
         if done := self._done.pop(pending.number, None):
             done.set()
 
-    def abandon(self) -> None:
-        """Forget the requests behind one that has not come, and will not: their session has finished."""
+    def leave(self) -> None:
+        """Count no more for the tenant until it is used again, and forget the requests behind one that has not come.
+
+        Its client has finished, or gives no sign any more.
+        """
+        self.closed = True
         last = self.next
         while last in self._waiting:
             last += 1

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshrl.errors import DataError
 from meshrl.mesh import Array
+from meshrl.remote import Call
 from meshrl.tinker import wire
 
 T = TypeVar("T")
@@ -204,7 +205,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     error: str
 
 
-Request: TypeAlias = Pass | OptimStep | Save | SaveForSampler | SaveExternal | Create | Load | Refused
+Request: TypeAlias = Pass | OptimStep | Save | SaveForSampler | SaveExternal | Create | Load | Refused | Call
 """A request that changes a model, or has its place among those that do."""
 
 
@@ -296,12 +297,23 @@ class _JsonPass(msgspec.Struct, frozen=True):
     forward_input: _JsonInput | None = None
 
 
+def read_packed(body: bytes, kind: type[T]) -> T:
+    """Read a request of a client of ours. DataError says what is wrong with it."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"the body is not a {kind.__name__}: {error}") from error
+
+
 def read_json(body: bytes, kind: type[T]) -> T:
     """Read a request from JSON. DataError says what is wrong with it."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        read = msgspec.json.decode(body, type=kind)
+        if kind is not _JsonPass:  # it has no values of any type, which JSON has and no file or answer could hold
+            msgspec.msgpack.encode(read)
+    except (msgspec.DecodeError, OverflowError, RecursionError) as error:
         raise DataError(f"the body is not a {kind.__name__}: {error}") from error
+    return read
 
 
 def pass_of_json(body: bytes, most: int = SPACE) -> Pass:

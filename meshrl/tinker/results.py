@@ -5,6 +5,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from meshrl.remote import MSGPACK, Made
 from meshrl.tinker.wire import packed
 
 PROTOBUF: Final = "application/x-protobuf"
@@ -88,7 +89,14 @@ class Sampled(msgspec.Struct, frozen=True, tag="sample"):
     columns: int = 0
 
 
-Result: TypeAlias = Plain | Failure | Passed | Sampled
+Result: TypeAlias = Plain | Failure | Passed | Sampled | Made
+
+
+def nbytes_of(result: Result) -> int:
+    """Return about how many bytes a result takes."""
+    if isinstance(result, Made):
+        return sum(map(len, result.batch.parts)) if result.batch else 0
+    return len(msgspec.msgpack.encode(result))
 
 
 def reply(result: Result, *, binary: bool) -> tuple[bytes, str]:
@@ -97,6 +105,8 @@ def reply(result: Result, *, binary: bool) -> tuple[bytes, str]:
         return msgspec.json.encode({"error": result.error, "category": result.category}), JSON
     if isinstance(result, Plain):
         return msgspec.json.encode(result.body), JSON
+    if isinstance(result, Made):
+        return msgspec.msgpack.encode(result), MSGPACK
     if not binary:
         return msgspec.json.encode(_json_of(result)), JSON
     return (_pass_wire(result) if isinstance(result, Passed) else _sample_wire(result)), PROTOBUF

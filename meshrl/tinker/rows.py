@@ -43,6 +43,8 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "custom": "this server runs no custom losses: forward_backward_custom runs them in the client",
 }
 """Why a loss that the SDK knows is refused."""
+_HELD: Final = 20.0
+"""Between this and its negative, log-ratios are held."""
 _TARGETS: Final = "target_tokens"
 _WEIGHTS: Final = "weights"
 
@@ -144,22 +146,40 @@ def _tensors(loss: str, datum: Datum, tokens: int, where: str) -> dict[str, NDAr
     return given
 
 
-def passed(request: Pass, logprobs: Ragged, losses: Ragged | None) -> Passed:
+def passed(batch: Batch, logprobs: Ragged, losses: NDArray[np.float32] | NDArray[np.float64]) -> Passed:
     """Return a request's result: the log-prob of each target, and the sum of the losses.
 
-    `logprobs` and `losses` are ragged float32, of the rows of `batch_of`. Without losses, which a forward pass does not
-    compute, only that of `cross_entropy` is known.
+    `batch` is that of `batch_of`, `logprobs` are ragged float32 of its rows, and `losses` float[tokens].
     """
-    kept = np.ones(len(logprobs.values), np.bool_)
-    kept[logprobs.offsets[:-1]] = False
-    values = np.asarray(logprobs.values, np.float32)[kept]
-    metrics: dict[str, float] = {}
-    if losses is not None:
-        metrics["loss:sum"] = float(np.sum(losses.values, dtype=np.float64))
-    elif request.loss == "cross_entropy":
-        weights = np.concatenate([datum.inputs[_WEIGHTS].array for datum in request.data])
-        metrics["loss:sum"] = -float(weights.astype(np.float64) @ values.astype(np.float64))
+    values = np.asarray(logprobs.values, np.float32)[batch.loss_mask.values]
+    metrics = {"loss:sum": float(np.sum(losses, dtype=np.float64))}
     return Passed((logprobs.lengths - 1).tolist(), values.tobytes(), metrics)
+
+
+def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float64]:
+    """Return the losses of the learned tokens, float64[tokens], for a pass without gradients.
+
+    The core has no torch, in which the losses are written. So their values are here once more.
+    """
+    learned = batch.loss_mask.values
+    given = {name: batch.ragged(name).values[learned].astype(np.float64) for name in loss.columns if name != "rows"}
+    now = logprobs.values[learned].astype(np.float64)
+    if isinstance(loss, WeightedCrossEntropy):
+        return -given["weights"] * now
+    ratios, advantages = now - given["sampler_logprobs"], given["advantages"]
+    if isinstance(loss, DroLoss):
+        return loss.beta / 2 * ratios**2 - advantages * now
+    if isinstance(loss, GspoSum):
+        row, counted = np.repeat(np.arange(len(batch)), batch.tokens.lengths)[learned], given["ratio_mask"] != 0
+        counts = np.bincount(row[counted], minlength=len(batch))
+        means = np.bincount(row[counted], ratios[counted], len(batch)) / np.maximum(counts, 1)
+        ratios = means[row]
+    ratios = np.exp(ratios.clip(-_HELD, _HELD))
+    if isinstance(loss, CispoSum):
+        return -ratios.clip(loss.low, loss.high) * advantages * now
+    if isinstance(loss, ClippedSum | GspoSum):
+        return np.maximum(-ratios * advantages, -ratios.clip(loss.low, loss.high) * advantages)
+    return -ratios * advantages
 
 
 def tokens_of(data: Sequence[Datum]) -> int:

@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,15 +16,18 @@ from meshrl.agents import Answer, RequestBatcher
 from meshrl.data import ADAPTER, Batch, Ragged
 from meshrl.errors import DataError, MeshrlError
 from meshrl.mesh import Array  # noqa: TC001
-from meshrl.roles import Sampling
-from meshrl.run import is_machine_fault
+from meshrl.remote import Generate, Made, Packed
+from meshrl.roles import JoinedSampling, Sampling
+from meshrl.run import BesideSampling, is_machine_fault
 from meshrl.tinker.models import Models, Version, version_of
-from meshrl.tinker.queues import Turns
+from meshrl.tinker.queues import Conflict, Room, Turns
 from meshrl.tinker.requests import JsonTensor, Sample
-from meshrl.tinker.results import Drawn, Sampled, TopK
+from meshrl.tinker.results import Drawn, Result, Sampled, TopK, nbytes_of
 
 _MASKED: Final = -99999.0
 """The log-prob of a place without one, with token 0."""
+_RESULTS: Final = 8192
+"""Most results of samples that are kept of each tenant."""
 _MOST: Final = 128
 """Most probable tokens of a place, at most."""
 
@@ -33,6 +38,52 @@ class _Waiting:
     weights: str | None
     rows: int
     go: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Kept:
+    """The results of samples, by tenant and name, until they have been fetched, and while there is room."""
+
+    def __init__(self, nbytes: int, room: Room) -> None:
+        """`nbytes`: of the results of one tenant, at most. The newest is kept whatever its size."""
+        self._nbytes, self._room = nbytes, room
+        self._tasks: dict[str, OrderedDict[str, asyncio.Task[Result]]] = {}
+        """Those that leave next first."""
+        self._sizes: dict[asyncio.Task[Result], int] = {}
+
+    def get(self, tenant: str, name: str) -> asyncio.Task[Result] | None:
+        """Return the task that draws a sample. None if there is none, or its result is gone."""
+        tasks = self._tasks.get(tenant)
+        return tasks.get(name) if tasks else None
+
+    def begin(self, tenant: str, name: str, content: bytes, draw: Callable[[], Coroutine[None, None, Result]]) -> None:
+        """Begin to draw, unless this is a repetition.
+
+        Raises Conflict if a request with other content had the name, and Busy if there is no room.
+        """
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        if (known := self.get(tenant, name)) is None:
+            self._room.take(tenant, len(content))
+            task = self._tasks.setdefault(tenant, OrderedDict())[name] = asyncio.create_task(draw(), name=digest)
+            task.add_done_callback(lambda _: self._room.give(tenant, len(content)))
+            task.add_done_callback(partial(self._drawn, tenant))
+        elif known.get_name() != digest:
+            raise Conflict(f"the sample {name} came before with other content: each number is one request")
+
+    def told(self, tenant: str, name: str) -> None:
+        """Note that a result was sent. It is kept for a client that lost it, as long as nobody else needs its room."""
+        if self.get(tenant, name) is not None:
+            self._tasks[tenant].move_to_end(name, last=False)
+
+    def _drawn(self, tenant: str, task: asyncio.Task[Result]) -> None:
+        tasks = self._tasks[tenant]
+        self._sizes[task] = 0 if task.cancelled() else nbytes_of(task.result())
+        total = sum(self._sizes.get(each, 0) for each in tasks.values())
+        for name, each in list(tasks.items()):
+            if total <= self._nbytes and len(tasks) <= _RESULTS:
+                return
+            if each.done() and each is not task:
+                total -= self._sizes.pop(each)
+                del tasks[name]
 
 
 class Desk:
@@ -93,6 +144,35 @@ class Desk:
             if not all(len(answer.drawn.tokens) for answer in answers):
                 raise DataError(f"the prompt has {len(prompt)} tokens, and the model has no room for another")
             return await self._told(request, prompt, answers, named)
+        finally:
+            if name:
+                self._models.release(name)
+            del self._running[waiting]
+            self._turns.charge(tenant, served)
+            await asyncio.shield(self._admit())
+
+    async def generate(self, tenant: str, request: Generate) -> Made:
+        """Make a call of the sampler's `generate`, for a client of ours."""
+        kind = BesideSampling if request.beside else JoinedSampling if request.joins else Sampling
+        try:
+            sampling = kind.model_validate(request.sampling)
+        except ValueError as error:
+            raise DataError(f"the sampling cannot have these fields: {error}") from error
+        prompts = request.prompts.batch()
+        waiting = _Waiting(tenant, request.path, len(prompts) * sampling.n)
+        await self._enter(waiting)
+        name, served = "", len(prompts)
+        try:
+            name = "" if self._models.is_exclusive else await self._hold(tenant, request.path)
+            asked = _named(prompts, None if self._models.is_exclusive else name)
+            rows = Batch.concat([chunk async for chunk in self._sampler.generate(asked, sampling)])
+            rows = await (rows.drop(ADAPTER) if ADAPTER in rows else rows).load()
+            served = max(1, len(rows.tokens.values)) if len(rows) else 1
+            return Made(Packed.of(rows))
+        except MeshrlError as error:
+            if is_machine_fault(error) and not self._fault.done():
+                self._fault.set_exception(error)
+            raise
         finally:
             if name:
                 self._models.release(name)

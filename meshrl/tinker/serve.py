@@ -18,7 +18,7 @@ from meshrl.roles import Policy, Sampler
 from meshrl.run import Run, is_machine_fault
 from meshrl.tinker.app import Api
 from meshrl.tinker.config import ServedConfig
-from meshrl.tinker.models import AdapterModels, Models, WholeModels, tables_of
+from meshrl.tinker.models import models_of, tables_of
 from meshrl.tinker.queues import Room
 from meshrl.tinker.samples import Desk
 from meshrl.tinker.service import Service
@@ -46,12 +46,7 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
             tables, sampler_table = tables_of(config)
             policy = await run.spawn(Policy, tables.policy)
             sampler = await run.spawn(Sampler, sampler_table)
-            models: Models
-            if config.policy.is_adapted:
-                models = AdapterModels(policy, sampler, config)
-            else:
-                models = whole = WholeModels(policy, sampler, Path(scratch, "initial"))
-                await whole.open()
+            models = await models_of(policy, sampler, config, Path(scratch, "initial"))
             share = 0.5 if len(tinker.tenants) > 1 else 1.0  # so that no one alone takes all
             room = Room(tinker.requests, tinker.waiting_mib << 20, lambda name: _most_requests(config, name), share)
             service = Service(config, models, Path(tinker.folder), room)

@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Final, Literal, cast
 
 import msgspec
+import numpy as np
 
 from meshrl import log
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed, described
 from meshrl.events import Request as RequestEvent
 from meshrl.events import sink
+from meshrl.remote import Call, Made, Packed
+from meshrl.roles import Step
 from meshrl.run import is_machine_fault
 from meshrl.tinker import library
 from meshrl.tinker.config import ServedConfig, TenantConfig
 from meshrl.tinker.journal import Journal
 from meshrl.tinker.library import Checkpoint, Kind, Library, Model, Sampler, Session
 from meshrl.tinker.models import Models
-from meshrl.tinker.queues import ModelQueue, Pending, Room, Turn, Worker
+from meshrl.tinker.queues import Busy, ModelQueue, Pending, Room, Turn, Worker
 from meshrl.tinker.requests import (
     Create,
     Load,
@@ -35,9 +39,12 @@ from meshrl.tinker.requests import (
     SaveForSampler,
 )
 from meshrl.tinker.results import Failure, Plain, Result
-from meshrl.tinker.rows import batch_of, loss_of, passed, tokens_of
+from meshrl.tinker.rows import batch_of, loss_of, losses_of, passed, tokens_of
+from meshrl.tinker.weights_file import version_in
 
 _STATE: Final = "state-{:010}"
+_UNNAMED: Final = "unnamed-{:08}"
+"""The name of weights for samplers that a client gave no name."""
 _TOGETHER: Final = 16
 """Models whose rows go into one call, at most."""
 _AGAIN: Final = 60.0
@@ -65,11 +72,29 @@ class Service:
         """Models whose state is to be written as soon as that is possible."""
         self._not_before: dict[str, float] = {}
         """Monotonic seconds before which no state of a model is tried, because one could not be written."""
+        self._heard: dict[str, float] = {}
+        """Monotonic seconds of the last sign of each session's client."""
+        self._stored: dict[str, tuple[float, int]] = {}
+        """Monotonic seconds at which the files of a tenant were counted, and their bytes."""
         self.worker: Final = Worker(self._apply, min(models.most, _TOGETHER))
 
     async def run(self) -> None:
         """Apply requests until this is cancelled. Raises what ends the server, such as the loss of a rank."""
-        await self.worker.run(self._after)
+        expiring = asyncio.create_task(self._expire())
+        try:
+            await self.worker.run(self._after)
+        finally:
+            expiring.cancel()
+
+    async def _expire(self) -> None:
+        """Let go of what clients have left who give no sign any more."""
+        while True:
+            await asyncio.sleep(self.config.tinker.session_timeout / 4)
+            since = time.monotonic() - self.config.tinker.session_timeout
+            self._heard = {session: heard for session, heard in self._heard.items() if heard > since}
+            for queue in self._queues.values():
+                if queue.model.partition(":")[0] not in self._heard:
+                    queue.leave()
 
     def close(self) -> None:
         """Close all journals."""
@@ -87,6 +112,7 @@ class Service:
         found = self.library.shelf(tenant).session(name)
         if found is None:
             raise Unknown(f"there is no session {name}: create one")
+        self._heard[name] = time.monotonic()
         return found
 
     def model(self, tenant: str, name: str) -> Model:
@@ -145,23 +171,41 @@ class Service:
         Raises Unknown, Conflict and Busy.
         """
         queue = self.queue(tenant, model)
+        if isinstance(request, Pass) and number >= queue.next and not queue.has(number):
+            self._check_storage(tenant)
+        before = queue.journal.nbytes
         if queue.add(number, request):
             self.worker.wake()
+            counted, used = self._stored.get(tenant, (0.0, 0))
+            self._stored[tenant] = counted, used + queue.journal.nbytes - before
         return f"{model}:{number}"
+
+    def _check_storage(self, tenant: str) -> None:
+        """Raise Busy if a tenant's files leave no room for rows in a journal. Counts them again after a second."""
+        quota, now = self.tenant(tenant), time.monotonic()
+        if quota is None:
+            return
+        counted, used = self._stored.get(tenant, (0.0, 0))
+        if now - counted > 1.0:
+            used = self.library.shelf(tenant).nbytes()
+            self._stored[tenant] = now, used
+        if used > quota.storage_gib * 2**30:
+            raise Busy(f"the files of this key have {used:,} bytes, which is the most: delete some checkpoints")
 
     def queue(self, tenant: str, model: str) -> ModelQueue:
         """Return the requests of a model, from disk if this is the first that is asked of it since the start."""
         queue = self._queues.get(model)
         if queue is not None and queue.tenant == tenant:
+            self._heard[model.partition(":")[0]] = time.monotonic()
             return queue
         session = self.model(tenant, model).session
         self._forget()
         folder = self.library.shelf(tenant).model_folder(model)
-        queue = ModelQueue(model, tenant, Journal(folder), self._room)
+        queue = ModelQueue(model, tenant, Journal(folder, keeps=self.config.tinker.record), self._room)
         queue.restore(_newest(folder))
         queue.closed = queue.next > 0  # it counts again when it is used again
         if self.session(tenant, session).finished is not None:
-            queue.abandon()
+            queue.leave()
         self._queues[model] = queue
         self.worker.add(queue)
         return queue
@@ -185,8 +229,7 @@ class Service:
         shelf.put_session(msgspec.structs.replace(self.session(tenant, session), finished=reason))
         for queue in self._queues.values():
             if queue.tenant == tenant and queue.model.startswith(f"{session}:"):
-                queue.closed = True
-                queue.abandon()
+                queue.leave()
 
     async def _apply(self, group: Sequence[Turn]) -> list[Result]:
         """Apply requests. Machine faults are raised, and other errors are the request's result."""
@@ -219,7 +262,7 @@ class Service:
         except (MeshrlError, OSError) as error:
             if is_machine_fault(error):
                 raise
-            failure = failure_of(error)
+            failure = self.failure(error)
             is_begun = any(queue.changing for queue, _ in group)
             for queue, pending in group:
                 refused = failure.category == "user" and isinstance(pending.request, Pass)
@@ -241,8 +284,8 @@ class Service:
         for queue, _ in group:
             queue.changing, queue.accumulating = False, True
         return [
-            passed(request, batch.ragged("logprobs"), batch.ragged("losses"))
-            for request, batch in zip(requests, rows, strict=True)
+            passed(own, batch.ragged("logprobs"), np.asarray(batch.ragged("losses").values, np.float32))
+            for own, batch in zip(batches, rows, strict=True)
         ]
 
     async def _bring(self, queue: ModelQueue) -> None:
@@ -358,6 +401,8 @@ class Service:
             queue.changing = queue.accumulating = False
             queue.steps += 1
             return Plain({"metrics": dict(metrics), "type": "optim_step"})
+        if isinstance(request, Call) and request.verb in ("update", "forward_backward", "step"):
+            return await self._called(queue, request)
         if isinstance(request, Load):
             _, folder = self.library.find(queue.tenant, request.path)
             queue.changing = True
@@ -367,26 +412,66 @@ class Service:
             return Plain({"path": request.path, "model_id": model, "type": "load_weights"})
         return None
 
+    async def _called(self, queue: ModelQueue, request: Call) -> Made:
+        """Add the gradients of a client of ours, or step, or both."""
+        made = Made()
+        if request.verb != "step":
+            batch, loss = request.rows()
+            queue.changing = True
+            result = await self.models.called(queue.model, batch, loss)
+            queue.changing, queue.accumulating = False, True
+            made = Made(Packed.of(result.rows), dict(result.metrics.entries))
+        if request.verb != "forward_backward":
+            queue.changing = True
+            metrics = await self.models.stepped(queue.model, Step.model_validate(request.step or {}))
+            queue.changing = queue.accumulating = False
+            queue.steps += 1
+            made = Made(sums=dict(metrics.entries))
+        return made
+
+    async def _told(self, queue: ModelQueue, number: int, request: Call) -> Made:
+        """Do what changes nothing for a client of ours: keep weights for samplers, or compute log-probs."""
+        if request.verb == "weights":
+            await self._save_for_sampler(queue, number, SaveForSampler(queue.model, request.seq_id))
+            path = library.path_of(queue.model, "sampler", _UNNAMED.format(number))
+            return Made(path=path, version=version_in(self.weights_folder(queue.tenant, path)))
+        if request.verb == "encode":
+            return Made(Packed.of(await self.models.encoded(request.batch_of())))
+        logprobs = await self.models.logprobs(queue.model, request.batch_of())
+        return Made(Packed.of(Batch.of(logprobs=logprobs)))
+
     async def _result(self, queue: ModelQueue, pending: Pending) -> Result:
         request, model = pending.request, queue.model
         changed = await self._changed(queue, request)
         if changed is not None:
             return changed
         if isinstance(request, Pass):
-            loss_of(request)  # refuses one that does not exist
-            return passed(request, await self.models.logprobs(model, batch_of(request)), None)
+            loss, batch = loss_of(request), batch_of(request)
+            logprobs = await self.models.logprobs(model, batch)
+            return passed(batch, logprobs, losses_of(loss, batch, logprobs))
         if isinstance(request, Refused):
             return Failure(request.error, "user")
+        if isinstance(request, Call):
+            return await self._told(queue, pending.number, request)
+        return await self._saved(queue, pending.number, request)
+
+    async def repeated(self, queue: ModelQueue, request: Request) -> Result:
+        """Return what a request results in now, for a model in the trainer that nobody else uses."""
+        return await self._result(queue, Pending(0, request, 0))
+
+    async def _saved(self, queue: ModelQueue, number: int, request: Request) -> Result:
+        """Keep what a request wants to be kept. One that made the model has nothing left to do."""
+        model = queue.model
         if isinstance(request, Save):
-            return await self._save(queue, pending.number, request)
+            return await self._save(queue, number, request)
         if isinstance(request, SaveForSampler):
-            return await self._save_for_sampler(queue, pending.number, request)
+            return await self._save_for_sampler(queue, number, request)
         if isinstance(request, SaveExternal):
             if request.age_encryption_recipients:
                 raise DataError("this server does not encrypt weights: leave age_encryption_recipients out")
             path = library.path_of(model, "external", request.path)
             write = lambda folder: self.models.write_files(model, folder / "files")  # noqa: E731
-            await self._checkpoint(queue, pending.number, path, "external", request, write)
+            await self._checkpoint(queue, number, path, "external", request, write)
             return Plain({"path": path, "type": "save_weights_external"})
         return Plain({"model_id": model, "type": "create_model"})
 
@@ -408,7 +493,7 @@ class Service:
         model = self.model(queue.tenant, queue.model)
         if request.kind != "snapshot":
             raise DataError(f"this server has no weights of the kind {request.kind!r}: take snapshots")
-        name = request.path or f"unnamed-{number:08}"
+        name = request.path or _UNNAMED.format(number)
         path = library.path_of(queue.model, "sampler", name)
         write = lambda folder: self.models.write_weights(queue.model, folder / "weights")  # noqa: E731
         await self._checkpoint(queue, number, path, "sampler", request, write)
@@ -438,7 +523,7 @@ class Service:
             return
         quota = self.tenant(queue.tenant)
         if quota is not None and (used := shelf.nbytes()) > quota.storage_gib * 2**30:
-            raise DataError(f"the checkpoints of this key have {used:,} bytes, which is the most: delete some")
+            raise DataError(f"the files of this key have {used:,} bytes, which is the most: delete some checkpoints")
         metadata = getattr(request, "user_metadata", None)
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         about = Checkpoint(
@@ -475,12 +560,19 @@ class Service:
             raise Unknown(f"there is no sampling session {name}: create one")
         return found
 
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the result of a request that failed. It says who is to blame."""
-    cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ else error
-    category: Literal["user", "server"] = "user" if isinstance(cause, DataError | ConfigError) else "server"
-    return Failure(str(cause) if isinstance(cause, MeshrlError) else f"{type(cause).__name__}: {cause}", category)
+    def failure(self, error: BaseException) -> Failure:
+        """Return the result of a request that failed. It says who is to blame, and not where the server keeps what."""
+        cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ else error
+        category: Literal["user", "server"] = "user" if isinstance(cause, DataError | ConfigError) else "server"
+        if category == "server":
+            log.warning("a request failed", error=described(cause))
+        if isinstance(cause, MeshrlError):
+            folder = self.library.folder
+            text = str(cause).replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+        else:
+            why = cause.strerror if isinstance(cause, OSError) else None
+            text = f"{type(cause).__name__}: {why or 'the log of the server says more'}"
+        return Failure(text, category)
 
 
 def _newest(folder: Path) -> int:
@@ -491,4 +583,6 @@ def _newest(folder: Path) -> int:
 def _verb(request: Request) -> str:
     if isinstance(request, Pass):
         return "forward_backward" if request.backward else "forward"
+    if isinstance(request, Call):
+        return request.verb
     return str(type(request).__struct_config__.tag)

@@ -45,6 +45,11 @@ def write_weights(weights: Weights, folder: Path) -> None:
     (folder / _INDEX).write_bytes(msgspec.json.encode(index))
 
 
+def version_in(folder: Path) -> int:
+    """Return the version of the weights of a folder."""
+    return msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index).version
+
+
 def read_weights(folder: Path) -> Weights:
     """Return the weights of a folder, whose files are mapped into memory. Damaged if they differ from the written."""
     index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index)

@@ -128,7 +128,10 @@ class Steps:
         self.note("take")
         return protocol.IN_SHARED_MEMORY
 
-    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+    def drop(self, adapter: str) -> None:
+        self.note(f"drop {adapter}")
+
+    def read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
         assert not self.asleep
         self.note("read")
         return [0.0] * sum(len(each) - 1 for each in probe)
@@ -184,7 +187,7 @@ def test_arguments_that_an_engine_does_not_take_are_told(args: dict[str, object]
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Sampler]:
     ours, theirs = Pipe()
-    naming = MagicMock(return_value=SimpleNamespace(specs=lambda dtype: {}))
+    naming = MagicMock(return_value=SimpleNamespace(specs=lambda dtype: {}, linear={}))
     monkeypatch.setattr("meshrl_inference.engine_side.loading.Naming", naming)
     start = protocol.Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=True, own={})
 

@@ -84,6 +84,8 @@ def test_a_loss_is_its_formula(case: str, training: tinker.TrainingClient, model
     total.backward()
     norm = float(torch.nn.utils.get_total_norm([each.grad for each in network.parameters() if each.grad is not None]))
 
+    alone = training.forward(rows_for(loss), loss, settings).result().metrics["loss:sum"]
+    assert alone == pytest.approx(float(total.detach()), rel=1e-6, abs=1e-6)
     passed = training.forward_backward(rows_for(loss), loss, settings)
     stepped = training.optim_step(types.AdamParams(learning_rate=0.0))
     assert passed.result().metrics["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-6, abs=1e-6)

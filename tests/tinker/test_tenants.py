@@ -105,7 +105,8 @@ def flood(shared: str) -> dict[str, str]:
 
 
 def test_one_who_asks_for_much_does_not_keep_the_other_waiting(model: str, folder: Path, tenants: Any) -> None:
-    with served(table(model, folder / "fair", tenants=tenants)) as url:
+    roomy = {name: {**each, "storage_gib": 1} for name, each in tenants.items()}
+    with served(table(model, folder / "fair", tenants=roomy)) as url:
         models = flood(url)
     lines = (folder / "fair/runs/tinker/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]

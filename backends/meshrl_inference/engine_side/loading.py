@@ -4,6 +4,7 @@ A policy's tensors are named as in transformers. Those in files and engines diff
 has one tensor for all experts of a layer.
 """
 
+import json
 import mmap
 import os
 import re
@@ -16,13 +17,15 @@ from threading import Lock
 from typing import Any, Final, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from xxhash import xxh3_64_intdigest
 
-from meshrl_inference.engine_side.protocol import Load, Outcome, SharedBucket, SharedTensor
+from meshrl_inference.engine_side.protocol import AdapterOf, Load, Outcome, SharedBucket, SharedTensor
 from meshrl_torch.wire import fp8
 from meshrl_torch.wire.bucket_bytes import dtype_of, place_in
 from meshrl_torch.wire.manifest import Manifest, Part
@@ -31,6 +34,8 @@ from meshrl_torch.wire.reader import Damaged, Lost, Reader
 from meshrl_torch.wire.wide import is_wide
 
 _LAYER: Final = re.compile(r".*?\.\d+\.")
+_MATRIX: Final = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+"""Matches the names of an adapter's matrices: of a layer, its A or B."""
 
 Specs: TypeAlias = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of a model, by its name in transformers."""
@@ -81,6 +86,18 @@ class Naming:
         for name, tensor in self._network.state_dict(keep_vars=True).items():
             named.setdefault(id(tensor), ([], tensor))[0].append(name)
         return named.values()
+
+    @property
+    def linear(self) -> Mapping[str, tuple[int, int]]:
+        """Sizes of the output and the input of each linear layer but the head, by name."""
+        head = self._network.get_output_embeddings()
+        layers = [(name, each) for name, each in self._network.named_modules() if isinstance(each, Linear)]
+        return {name: (each.out_features, each.in_features) for name, each in layers if each is not head}
+
+    @property
+    def linear_names(self) -> set[str]:
+        """The last parts of their names, such as `q_proj`."""
+        return {name.rpartition(".")[2] for name in self.linear}
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -206,6 +223,44 @@ def refusal(specs: Specs, load: Load) -> str | None:
                 f"`{name}` is {_described(given.get(name))} there and {_described(specs.get(name))} in the model. Give "
                 "the policy and the sampler the same `model` and `dtype`"
             )
+    return _damage(load)
+
+
+def adapter_refusal(layers: Mapping[str, tuple[int, int]], dtype: str, load: Load) -> str | None:
+    """Return why these are not the weights of an adapter on these layers as they were sent, or None.
+
+    `layers`: sizes of the output and the input, by name.
+    """
+    rank, given = load.adapter.rank if load.adapter else 0, load.specs
+    for name, spec in sorted(given.items()):
+        matrix = _MATRIX.fullmatch(name)
+        if matrix is None or matrix[1] not in layers:
+            return f"`{name}` is no matrix of a linear layer, and engines adapt these alone, and not the head"
+        (rows, columns), letter = layers[matrix[1]], matrix[2]
+        wanted = (dtype, [rank, columns] if letter == "A" else [rows, rank])
+        if spec != wanted:
+            return f"`{name}` is {_described(spec)} there and {_described(wanted)} for this model: give both the same"
+        if (other := f"{matrix[1]}.lora_{'AB'.replace(letter, '')}.default.weight") not in given:
+            return f"`{other}` is missing"
+    return _damage(load)
+
+
+def write_adapter(folder: Path, load: Load, of: AdapterOf) -> None:
+    """Write an adapter as peft does, for engines that read its folders."""
+    folder.mkdir()
+    tensors = {
+        f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in shared_tensors(load.buckets)
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in load.specs})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets,
+        "r": of.rank, "lora_alpha": of.alpha,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+
+
+def _damage(load: Load) -> str | None:
     damaged = [name for bucket in load.buckets for name in _damaged(bucket)]
     if damaged:
         return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}. Publish them again"

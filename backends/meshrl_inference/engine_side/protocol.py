@@ -47,6 +47,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Options that only this engine has."""
     args: dict[str, Any] = {}
     """Further arguments of the engine, by its own names."""
+    adapters: int = 0
+    """Most adapters whose rows are decoded in one step. 0 if none will be loaded."""
+    max_rank: int = 0
+    """The highest rank of an adapter."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -58,6 +62,8 @@ class Row(msgspec.Struct, frozen=True):
     max_tokens: int
     """New tokens at most."""
     seed: int
+    adapter: str = ""
+    """Name of its adapter, which changes nothing before it is loaded. Empty if it is for the model alone."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +104,14 @@ class SharedBucket(msgspec.Struct, frozen=True):
     tensors: list[SharedTensor]
 
 
+class AdapterOf(msgspec.Struct, frozen=True):
+    """Says that weights are those of one adapter alone, which change a layer by `alpha / rank * B A`."""
+
+    name: str
+    rank: int
+    alpha: int
+
+
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load new weights between two steps."""
 
@@ -111,6 +125,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Of the policy's ranks, if the engine reads their broadcast. It then needs no buckets."""
     together: int = 1
     """Number of processes that read the broadcast at once."""
+    number: int = 0
+    """Unique among all loads of this engine, and rising. Rows name their weights by it: 0 stands for the first ones."""
+    adapter: AdapterOf | None = None
+    """The adapter that the weights are of. None if they are a whole model's."""
 
     @property
     def specs(self) -> Mapping[str, tuple[str, list[int]]]:
@@ -138,7 +156,7 @@ class Done(msgspec.Struct, frozen=True):
     """The new tokens."""
     logprobs: bytes
     spans: list[tuple[int, int]]
-    """Versions, each with the index of the first new token that used it."""
+    """Numbers of loads, each with the index of the first new token that was decoded after it."""
     reason: str
     """`stop`, `length` or `abort`."""
 
@@ -188,7 +206,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Order = Generate | Abort | Load
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Forget an adapter, with which no row is decoded."""
+
+    name: str
+
+
+Order = Generate | Abort | Load | Drop
 Answer = Ready | Rows | Loaded | Refused | Failed
 
 to_engine: Final = msgspec.msgpack.Decoder(Start | Order)
@@ -270,8 +294,15 @@ class Engine(Protocol):
         """
         ...
 
-    def read(self, probe: list[list[int]], salt: str) -> list[float]:
-        """Return the log-probs of tokens except the first of each sequence. Other rows are decoded in between."""
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter, with which no row is decoded."""
+        ...
+
+    def read(self, probe: list[list[int]], salt: str, adapter: str) -> list[float]:
+        """Return the log-probs of tokens except the first of each sequence. Other rows are decoded in between.
+
+        `adapter`: the one to read with. Empty: the model alone.
+        """
         ...
 
     def sleep(self) -> None:

@@ -30,6 +30,7 @@ from meshrl_inference.engine_side.protocol import (
     WEIGHTS,
     Abort,
     Answer,
+    Drop,
     Engine,
     Failed,
     Generate,
@@ -100,7 +101,9 @@ class Worker:
         self._loads: deque[tuple[Load, Future[str | None]]] = deque()
         """New weights with their errors: a thread checks them while rows are decoded."""
         self._checker = ThreadPoolExecutor(1)
-        self._refusal = partial(loading.refusal, loading.Naming(start.model).specs(start.dtype))
+        naming = loading.Naming(start.model)
+        self._refusal = partial(loading.refusal, naming.specs(start.dtype))
+        self._adapter_refusal = partial(loading.adapter_refusal, naming.linear, start.dtype)
         if engine.processes:
             threading.Thread(target=self._watch, daemon=True).start()
         self._sleep()
@@ -157,7 +160,10 @@ class Worker:
             self._engine.abort(order.rows, wanted=order.wanted)
             self._sleep()
         elif isinstance(order, Load):
-            self._loads.append((order, self._checker.submit(self._refusal, order)))
+            check = self._refusal if order.adapter is None else self._adapter_refusal
+            self._loads.append((order, self._checker.submit(check, order)))
+        elif isinstance(order, Drop):
+            self._engine.drop(order.name)
 
     def _sleep(self) -> None:
         """Free the GPU's memory if nothing is left to decode."""
@@ -199,7 +205,8 @@ class Worker:
         logprobs = list[float]()
         if order.probe:
             self._wake(WEIGHTS, CACHE)
-            logprobs = self._engine.read(order.probe, f"probe {self._swaps}")
+            adapter = order.adapter.name if order.adapter else ""
+            logprobs = self._engine.read(order.probe, f"probe {self._swaps}", adapter)
             self._sleep()
         self._send(Loaded(order.version, steps, seconds, np.array(logprobs, np.float32).tobytes(), outcome.transport))
 
