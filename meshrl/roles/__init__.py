@@ -43,6 +43,7 @@ from meshrl.roles.estimates import (
     fair_plan,
     memory_of,
     planner_of,
+    token_reader,
 )
 from meshrl.roles.generate_calls import Completion, GenerateCall, GenerateCalls, SteppingSampler, completed, places_of
 from meshrl.roles.registry import (
@@ -126,5 +127,6 @@ __all__ = [
     "packages_of",
     "places_of",
     "planner_of",
+    "token_reader",
     "with_options",
 ]

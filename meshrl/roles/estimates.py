@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,6 +154,16 @@ def count_tokens(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None
     """
     count = function_of(config.backend, "COUNTS")
     return None if count is None else cast("Sequence[int | str] | None", count(config, rows))
+
+
+def token_reader(config: ModelConfig) -> Callable[[Sequence[Sequence[int]]], Sequence[Sequence[str]]] | None:
+    """Return a function that takes rows of tokens and returns the text of each token. None if the backend has none.
+
+    Reads only the model's tokenizer. Raises ModelError if it cannot be read.
+    """
+    read = function_of(config.backend, "TEXTS")
+    made = None if read is None else read(config)
+    return cast("Callable[[Sequence[Sequence[int]]], Sequence[Sequence[str]]] | None", made)
 
 
 def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:

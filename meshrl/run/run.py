@@ -15,7 +15,16 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, planner_of
+from meshrl.roles import (
+    ModelConfig,
+    PolicyConfig,
+    RoleConfig,
+    SamplerConfig,
+    Stateful,
+    check_axes,
+    implementation,
+    planner_of,
+)
 from meshrl.run.background_eval import BackgroundEvaluations, Measurement
 from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
@@ -24,6 +33,7 @@ from meshrl.run.folder import changed_schedules, explain_disk_error, restart_war
 from meshrl.run.live import Control, Watch
 from meshrl.run.lock import FolderLock
 from meshrl.run.recorder import Recorder, corrected, statistics
+from meshrl.run.samples import Samples
 from meshrl.run.trackers import Trackers
 from meshrl.tasks import DataCursor, data_cursor
 
@@ -96,6 +106,7 @@ class Run:
         self._outer: EventLog | None = None
         self._watch: Watch | None = None
         self._schedule: Schedule | None = None
+        self._samples = Samples(config.samples_rows, config.samples_tokens)
 
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
         config, check = self.config, self._lock.check
@@ -141,6 +152,8 @@ class Run:
         """
         if isinstance(config, ModelConfig) and "seed" not in config.model_fields_set:
             config = config.model_copy(update={"seed": self.seed})
+        if isinstance(config, PolicyConfig | SamplerConfig) and self._samples.model is None:
+            self._samples.model = config
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
         self._mesh_config(config.mesh).check_takes(config)
@@ -275,8 +288,8 @@ class Run:
         """Write the numbers of this step, and now and then some rows of the batch as samples.
 
         It adds numbers of the batch (rows, tokens, reward, staleness, ...) to the means of the metrics, and the
-        `effective_sample_size` of a corrected loss. It loads the columns that it writes: those with one value for each
-        row, and the texts of samples.
+        `effective_sample_size` of a corrected loss. It loads the columns that it writes: some with one value for each
+        row, and all those of samples. So samples have what was assigned to the batch before, such as `advantages`.
         """
         step, seconds = self._step, clock() - self._step_began
         stats = await statistics(batch, worked=self._worked) if batch is not None else {}
@@ -288,7 +301,7 @@ class Run:
         self._settle()
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
-            await self.recorder.samples(step, batch)
+            self.recorder.samples(step, await self._samples.of(batch))
 
     def _settle(self) -> None:
         """Take the run's folder over, at the first step."""
