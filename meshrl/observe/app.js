@@ -122,8 +122,10 @@ function timelineSection() {
     ),
   );
   made.refresh = () => {
+    if (!data.lanes.length) return false;
     timeline.refresh();
     if (["last steps", "whole run"].includes(shown)) show(shown);
+    return true;
   };
   return made;
 }
@@ -270,56 +272,6 @@ function gaugesSection() {
   );
 }
 
-function samplesSection() {
-  if (!data.samples.length) return null;
-  const steps = [...new Set(data.samples.map((sample) => sample.step))];
-  const rewards = data.samples.map((sample) => sample.reward).filter((reward) => typeof reward === "number");
-  const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
-  const shown = make("div", { class: "samples" });
-  const told = make("span");
-  const slider = make("input", {
-    type: "range",
-    min: 0,
-    max: steps.length - 1,
-    value: steps.length - 1,
-    "aria-label": "step",
-  });
-  const show = () => {
-    const step = steps[slider.value];
-    told.textContent = `step ${step}`;
-    slider.dataset.step = step;
-    shown.replaceChildren(
-      ...data.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, low, high)),
-    );
-  };
-  slider.addEventListener("input", show);
-  show();
-  return section(
-    "Samples to read",
-    "Completions as they were drawn, with their reward: the stronger the colour, the higher.",
-    steps.length > 1 ? make("div", { class: "chooser" }, slider, told) : null,
-    shown,
-  );
-}
-
-function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
-  const part = typeof reward === "number" ? (high > low ? (reward - low) / (high - low) : 0.5) : null;
-  const tone = part === null ? "var(--other)" : `color-mix(in oklab, var(--scoring) ${part * 100}%, var(--idle))`;
-  const facts = Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return make(
-    "article",
-    { class: "card sample", style: `--tone:${tone}` },
-    part === null ? null : make("span", { class: "reward" }, make("small", {}, "reward"), number(reward)),
-    make("p", { class: "prompt" }, `${prompt ?? ""}`),
-    make("p", {}, `${completion ?? ""}`),
-    make(
-      "dl",
-      {},
-      ...facts.flatMap(([name, value]) => [make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, `${value}`)]),
-    ),
-  );
-}
-
 function configSection() {
   if (!data.config) return null;
   const lines = data.config
@@ -346,6 +298,6 @@ const SECTIONS = [
   boundSection,
   idleSection,
   gaugesSection,
-  samplesSection,
+  rowsSection,
   configSection,
 ];

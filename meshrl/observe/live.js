@@ -114,7 +114,7 @@ const SHOWS = new Map([
   [boundSection, ["total", "bounds", "bound", "efficiency", "steps"]],
   [idleSection, ["idle"]],
   [gaugesSection, ["gauges", "curves", "steps"]],
-  [samplesSection, ["samples"]],
+  [rowsSection, ["samples"]],
   [configSection, ["config"]],
 ]);
 
@@ -149,8 +149,7 @@ function draw() {
 /** Replace a section by a new one, or have it show the news. */
 function build(part) {
   const old = shown.get(part);
-  if (old?.node.refresh && data.lanes.length) {
-    old.node.refresh();
+  if (old?.node.refresh?.()) {
     for (const paint of old.own) paint();
     return;
   }
@@ -179,7 +178,7 @@ function following(part) {
   );
 }
 
-const FOCUSED = "button, summary, input, canvas";
+const FOCUSED = "button, summary, canvas";
 
 /** Replace a section; what was open, chosen and focused in the old one is so in the new one. */
 function replace(old, node) {
@@ -188,13 +187,6 @@ function replace(old, node) {
     return [...old.querySelectorAll(selector)].map((each, at) => [each, others[at]]).filter(([, other]) => other);
   };
   for (const [one, other] of pairs("details")) other.open = one.open;
-  for (const [one, other] of pairs("input[type=range]")) {
-    const steps = [...new Set(data.samples.map(({ step }) => step))];
-    const at = steps.indexOf(Number(one.dataset.step));
-    if (one.value === one.max || at < 0) continue;
-    other.value = at;
-    other.dispatchEvent(new Event("input"));
-  }
   const focused = pairs(FOCUSED).find(([one]) => one === document.activeElement);
   old.replaceWith(node);
   focused?.[1].focus({ preventScroll: true });
