@@ -31,5 +31,5 @@ MEMORY: Final = "meshrl_inference.memory:estimate"
 READS: Final = "meshrl_inference.reading:reads"
 """Says whether the engine has its own code for a role's model, without its values."""
 
-TEXTS: Final = "meshrl_torch.model.chat:read_texts"
+TEXTS: Final = "meshrl_torch.model.texts:read_texts"
 """Gives the text of each token, without a model."""

@@ -43,5 +43,5 @@ MEMORY: Final = "meshrl_torch.estimate.memory:held"
 READS: Final = "meshrl_torch.estimate.reading:reads"
 """Says how a role's model reads rows, without its values."""
 
-TEXTS: Final = "meshrl_torch.model.chat:read_texts"
+TEXTS: Final = "meshrl_torch.model.texts:read_texts"
 """Gives the text of each token, without a model."""

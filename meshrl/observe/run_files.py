@@ -66,6 +66,8 @@ class Now(msgspec.Struct, frozen=True):
     """Seconds since its start."""
     waits: list[Waits]
     calls: list[Runs]
+    memory: int | None = None
+    """Bytes that the processes of the run on its machine have in memory. None if unknown."""
 
 
 def ask(run: Path, command: Command) -> None:

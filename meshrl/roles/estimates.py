@@ -55,6 +55,12 @@ def fair_plan(batch: Batch, parts: int, flops: Flops) -> Plan:
     return min(by_tokens, even_plan(costs, parts), key=lambda plan: max(int(costs[rows].sum()) for rows in plan))
 
 
+def flops_of(config: ModelConfig) -> Flops | None:
+    """Count the operations of a role's model. None if its backend counts none. ModelError as in `planner_of`."""
+    counts = function_of(config.backend, "FLOPS")
+    return None if counts is None else cast("Flops", counts(config))
+
+
 async def planner_of(config: RoleConfig) -> Planner:
     """Return the function that divides the rows of a role's calls as `balance` says.
 
@@ -63,10 +69,10 @@ async def planner_of(config: RoleConfig) -> Planner:
     """
     if not isinstance(config, PassConfig) or config.balance == "tokens":
         return make_plan
-    if (counts := function_of(config.backend, "FLOPS")) is None:
+    if (flops := await asyncio.to_thread(flops_of, config)) is None:
         log.warning("rows are divided by tokens, because the backend counts no operations", backend=config.backend)
         return make_plan
-    return partial(_plan, cast("Flops", await asyncio.to_thread(counts, config)))
+    return partial(_plan, flops)
 
 
 def _plan(flops: Flops, values: Mapping[str, object], parts: int, owners: Rows | None) -> Plan:

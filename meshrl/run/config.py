@@ -135,6 +135,9 @@ class RunConfig(Config):
     waits, by OTLP over HTTP."""
     project: str | None = None
     """Project of the run at the trackers. Default: the project in the tracker's environment variable, or `meshrl`."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Port of 127.0.0.1 at which `/metrics` has the newest numbers of the run, in the text form of Prometheus. 0 takes
+    a free one, which the log names. By default there is none."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of the rows of a step, for `meshrl watch`, `report` and `compare`."""
     samples_rows: int = Field(default=16, ge=1)

@@ -147,6 +147,8 @@ class Recorder:
         self._extra: dict[str, object] = {}
         self._first_step = self._recall()
         self._progress: Progress | None = None
+        self.newest: Mapping[str, float] = {}
+        """The numbers of the newest step."""
         self.shows_progress = True
         """True if a user is watching."""
         with ExitStack() as opened:  # closed if a later one fails
@@ -182,13 +184,17 @@ class Recorder:
 
         self._progress = Progress(count, done)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
+    def step(self, step: int, values: Mapping[str, float], beside: Mapping[str, float] | None = None) -> None:
+        """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's.
+
+        `beside`: numbers for the line of progress alone.
+        """
         self._check()
         numbers = self._write_numbers(self._metrics, step, values)
         self._count(numbers)
+        self.newest = {**numbers, "step": float(step)}
         if self._progress:
-            self._progress.show(numbers)
+            self._progress.show(numbers, beside or {})
 
     def account(self, account: StepAccount) -> None:
         """Write what happened to prompts in a step or between two, if anything did."""

@@ -1,6 +1,6 @@
 """The chat format of a Hugging Face model, and the lengths of prompts: its tokenizer and template alone, no weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from meshrl.errors import DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
 from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, read_words
 from meshrl_torch.model.rows import encoded, judged
-from meshrl_torch.model.said import said_in, token_texts
+from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
     Template,
     Words,
@@ -69,12 +69,6 @@ class HuggingFaceChat:
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """Read the chat format of the model in a role's table. ModelError if it has no template."""
     return HuggingFaceChat(_words(config), config.chat_template_kwargs)
-
-
-def read_texts(config: ModelConfig) -> Callable[[Sequence[Sequence[int]]], list[list[str]]]:
-    """Return a function from rows of tokens to the text that each token adds. ModelError without a tokenizer."""
-    known = _words(config)
-    return lambda rows: [token_texts(known, row) for row in rows]
 
 
 def _words(config: ModelConfig) -> Words:

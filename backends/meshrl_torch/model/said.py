@@ -8,10 +8,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from meshrl.tags import opened_tag
 from meshrl_torch.model.text import Words, added_tokens, encode_texts
 
-_BYTES: Final = 4
-"""Bytes of a character at most, and so the tokens that it can have."""
-_BROKEN: Final = "\ufffd"
-"""What stands for bytes that are no whole character."""
 TAIL: Final = 16
 """Tokens in which the tag that a prompt ends with is."""
 
@@ -53,27 +49,6 @@ def decode(words: Words, rows: Sequence[Sequence[int]], before: Sequence[Sequenc
             has_space[head] = _decoded(tokenizer, [ids])[0].endswith(begun[:2])
         texts.append(begun[1:] if begun.startswith(" ") and has_space.get(head) else begun)
     return texts
-
-
-def token_texts(words: Words, tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds, special ones by name. Joined, they are the text of the row.
-
-    A character of several tokens is the text of the last of them, and the others have none.
-    """
-    tails = [list(tokens[max(0, at - _BYTES) : at + 1]) for at in range(len(tokens))]
-    is_open = [text.endswith(_BROKEN) for text in _decoded(words.tokenizer, tails)]
-    old: list[list[int]] = []
-    new: list[list[int]] = []
-    before = begin = 0  # ends of the last two whole texts
-    for at in range(len(tokens)):
-        begin = max(begin, at - 2 * _BYTES)  # bytes that never become a character
-        old.append(list(tokens[begin : max(begin, before)]))
-        new.append(list(tokens[begin : at + 1]))
-        if not is_open[at]:
-            before, begin = at + 1, before
-    texts = zip(_decoded(words.tokenizer, old), _decoded(words.tokenizer, new), strict=True)
-    added = [whole[len(known) :] for known, whole in texts]
-    return ["" if is_open[at] and at + 1 < len(added) else text for at, text in enumerate(added)]
 
 
 def opened_in(words: Words, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> list[str]:
