@@ -4,8 +4,6 @@ function header() {
   const { summary, efficiency } = data;
   const tone = { finished: "good", running: "good", failed: "bad", silent: "bad" }[data.status] ?? "soft";
   const ran = ["running", "paused"].includes(data.status) ? "so far" : "from start to end";
-  const stat = (name, value, unit) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
   const rewards = summary.first_reward ?? summary.last_reward ?? null;
   return make(
     "header",
@@ -31,6 +29,11 @@ function header() {
     summary.error ? make("p", { class: "error" }, summary.error) : null,
     make("ul", { class: "notes" }, ...data.notes.map((note) => make("li", {}, note))),
   );
+}
+
+/** A number in large letters, with its name above and its unit below. */
+function stat(name, value, unit) {
+  return make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
 }
 
 function meanStep() {
