@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.mesh import Plan, Planner, Rows, even_plan, make_plan
+from meshrl.mesh import Array, Plan, Planner, Rows, even_plan, make_plan
 from meshrl.roles.config import ModelConfig, NewModel, PassConfig, PolicyConfig, RoleConfig
 from meshrl.roles.registry import function_of
 
@@ -36,12 +37,22 @@ class Flops:
 
     def costs(self, lengths: Rows) -> Rows:
         """Return the cost of rows with these lengths, int64[rows], in 1/1024 of the operations `per_token`."""
+        costs: Rows = np.rint(_UNIT * (lengths + self._attention(lengths) / self.per_token)).astype(np.int64)
+        return costs
+
+    def forward(self, rows: float, length: float) -> float:
+        """Return the operations of a forward pass over so many rows of this mean length, in tokens, taken as equal."""
+        return rows * (self.per_token * length + float(self._attention(np.array([length]))[0]))
+
+    def _attention(self, lengths: Array) -> NDArray[np.float64]:
+        """Operations of attention in rows of these lengths, float64[rows]."""
         own = lengths.astype(np.float64)
         hidden = np.maximum(own - self.window, 0.0)  # tokens that the last one does not see
         pairs = own * (own + 1) / 2
-        attention = self.per_pair * pairs + self.per_near_pair * (pairs - hidden * (hidden + 1) / 2)
-        costs: Rows = np.rint(_UNIT * (own + attention / self.per_token)).astype(np.int64)
-        return costs
+        attention: NDArray[np.float64] = self.per_pair * pairs + self.per_near_pair * (
+            pairs - hidden * (hidden + 1) / 2
+        )
+        return attention
 
 
 def fair_plan(batch: Batch, parts: int, flops: Flops) -> Plan:

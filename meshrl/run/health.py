@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from meshrl.errors import MeshrlError
 from meshrl.events import CORES_OF, Call, Event, Span, Wait
 from meshrl.mesh import free_cores, gpu_name
 from meshrl.roles import Flops, ModelConfig, flops_of
@@ -26,6 +25,8 @@ WAITED: Final = "time waited of "
 _PASSES: Final = {"update": 3, "forward_backward": 3, "logprobs": 1, "score": 1, "values": 1, "advantages": 1}
 """Forward passes whose operations an endpoint needs for each token. A backward pass counts as two."""
 _DRAWS: Final = "generate"
+_MOST: Final = 10_000
+"""Calls at most whose end is awaited."""
 _GPUS: Final = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -100,7 +101,7 @@ class Health:
         """Learn how many operations the model of an actor needs, and how many the cores of its mesh can do."""
         try:
             flops = await asyncio.to_thread(flops_of, config)
-        except MeshrlError:  # the role itself reports what is wrong with its model
+        except Exception:  # noqa: BLE001 -- what cannot be counted has no utilisation
             return
         if flops is None:
             return
@@ -111,9 +112,7 @@ class Health:
     def _count(self, mesh: str, actor: str, tokens: float, rows: float, passes: int) -> None:
         self._tokens[mesh] += tokens
         if (flops := self._flops.get(actor)) and passes:
-            # Rows count as equally long, so that attention counts for a little less than it did.
-            pairs = tokens * (tokens / rows + 1) / 2
-            self._operations[mesh] += passes * (flops.per_token * tokens + flops.per_pair * pairs)
+            self._operations[mesh] += passes * flops.forward(rows, tokens / rows)
 
     def gauges(self, now: float, drawn: float, rows: float, known: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers since the last call, by the names of their gauges, and begin again.
@@ -123,7 +122,7 @@ class Health:
         """
         for mesh, actor in self._drawing:
             self._count(mesh, actor, drawn / len(self._drawing), rows or 1, 1)
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
         found: dict[str, float] = {}
         if seconds > 0:
             found = {f"{SPEED}{mesh}": tokens / seconds for mesh, tokens in self._tokens.items()}
@@ -131,9 +130,16 @@ class Health:
                 if peak := self._peak(mesh, known):
                     found[f"{USE}{mesh}"] = operations / seconds / peak
             found |= {f"{WAITED}{who}": min(1.0, waited / seconds) for who, waited in self._waited.items()}
+        self.begin(now)
+        return found
+
+    def begin(self, now: float) -> None:
+        """Forget what was counted, and count from now on."""
+        self._since = now
         for counter in (self._tokens, self._operations, self._waited):
             counter.clear()
-        return found
+        if len(self._mesh_of) > _MOST:  # of calls that failed before their ranks had answered
+            self._mesh_of.clear()
 
     def _peak(self, mesh: str, known: Mapping[str, float]) -> float | None:
         """Operations a second of all ranks of a mesh. None if the peak is unknown."""

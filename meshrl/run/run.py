@@ -291,6 +291,9 @@ class Run:
             else:
                 no_more = f"steps = {count} asks for no more; set steps above {first}"
                 log.info(f"{self.recorder.folder} has {first} steps already, and {no_more}")
+        if self._events:
+            self._events.flush()
+            self._health.begin(self._events.now())
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
