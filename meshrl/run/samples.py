@@ -95,7 +95,7 @@ def _row_columns(some: Batch) -> Mapping[str, Sequence[object]]:
     found: dict[str, Sequence[object]] = {}
     for name, column in some.columns.items():
         if isinstance(column, np.ndarray):
-            if column.ndim == 1:
+            if column.ndim == 1 and name != "episode":  # a number that begins again when a run resumes
                 found[_ONE.get(name, name)] = cast("list[object]", column.tolist())
         elif not isinstance(column, Ragged):
             texts = [*map(prompt_text, column)] if name == "prompt" else column
