@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch, Ragged, prompt_text
-from meshrl.errors import MeshrlError
+from meshrl.errors import DataLost, MeshrlError, RankDied
 from meshrl.mesh import Array, Rows
 from meshrl.roles import ModelConfig, token_reader
 
@@ -43,7 +43,7 @@ class Samples:
         if "groups" in batch:
             batch = await batch.load("groups")
         wanted = batch.only(*(name for name in batch.names if name not in _LEFT_OUT))
-        some = await wanted.select(_chosen(batch, self._rows)).load()
+        some = await _loaded(wanted.select(_chosen(batch, self._rows)))
         columns = _row_columns(some)
         lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(some))]
         left, kept = self._tokens, dict[int, Line]()
@@ -77,6 +77,19 @@ class Samples:
         if self._reader is None:
             self._reader = token_reader(model) or (lambda _: ())
         return self._reader(rows)
+
+
+async def _loaded(some: Batch) -> Batch:
+    """Load all columns. Those that were lost with a rank are left out: the run has no other use for them."""
+    try:
+        return await some.load()
+    except (DataLost, RankDied):
+        for name in some.names:
+            try:
+                some = await some.load(name)
+            except (DataLost, RankDied):
+                some = some.drop(name)
+        return some
 
 
 def _chosen(batch: Batch, most: int) -> Rows:
