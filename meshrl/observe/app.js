@@ -27,7 +27,19 @@ function header() {
       ...more(summary).map((each) => stat(...each)),
     ),
     summary.error ? make("p", { class: "error" }, summary.error) : null,
+    ...data.alarms.map(alarm),
     make("ul", { class: "notes" }, ...data.notes.map((note) => make("li", {}, note))),
+  );
+}
+
+/** A sign of trouble: its evidence, what to try, and the page about it. */
+function alarm({ name, evidence, advice, page }) {
+  return make(
+    "p",
+    { class: "alarm" },
+    make("b", {}, name),
+    `: ${evidence}. Try: ${advice}. `,
+    make("small", {}, `See ${page}`),
   );
 }
 

@@ -116,7 +116,7 @@ async function ask(command) {
 
 /** Each section with the keys of `data` that it shows. */
 const SHOWS = new Map([
-  [header, ["name", "status", "notes", "summary", "units", "total", "efficiency", "busy", "steps"]],
+  [header, ["name", "status", "notes", "alarms", "summary", "units", "total", "efficiency", "busy", "steps"]],
   [controlSection, ["status", "asked", "keeps"]],
   [nowSection, ["now", "pace", "ahead", "gauges"]],
   [curvesSection, ["curves", "front", "staleness", "dropped"]],

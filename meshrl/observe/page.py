@@ -21,6 +21,7 @@ import tomli_w
 
 from meshrl.events import Delivery, Gauge, Restart, Step, Swap
 from meshrl.observe.analysis import PARTS, Overlap, StepTime, deliveries_of, idleness, overlap, side
+from meshrl.observe.diagnosis import diagnose
 from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.run_files import Line, Record
 from meshrl.observe.run_statistics import digits, finite
@@ -76,6 +77,8 @@ class Content:
     name: str
     status: str
     notes: list[str]
+    alarms: list[dict[str, str]]
+    """What `diagnose` finds: name, evidence, advice, and the page of the docs."""
     summary: Line
     units: dict[str, str]
     """Units of the summary's numbers. Numbers before and after training share an entry."""
@@ -160,6 +163,10 @@ def make_content(record: Record, heads: Sequence[Line] | None = None) -> Content
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
         notes=notes,
+        alarms=[
+            {"name": each.name, "evidence": each.evidence, "advice": each.advice, "page": each.page}
+            for each in diagnose(record)
+        ],
         summary=record.summary or _summary_so_far(record),
         units={name: metric_info(name).unit for name in map(_measured, [*record.summary, "reward"])},
         names=names.all,

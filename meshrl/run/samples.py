@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch, Ragged, prompt_text
-from meshrl.errors import DataLost, MeshrlError, RankDied
+from meshrl.errors import DataLost, MeshrlError
 from meshrl.mesh import Array, Rows
 from meshrl.roles import ModelConfig, token_reader
 
@@ -83,11 +83,11 @@ async def _loaded(some: Batch) -> Batch:
     """Load all columns. Those that were lost with a rank are left out: the run has no other use for them."""
     try:
         return await some.load()
-    except (DataLost, RankDied):
+    except DataLost:
         for name in some.names:
             try:
                 some = await some.load(name)
-            except (DataLost, RankDied):
+            except DataLost:
                 some = some.drop(name)
         return some
 
