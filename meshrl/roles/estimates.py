@@ -41,7 +41,7 @@ class Flops:
         return costs
 
     def forward(self, rows: float, length: float) -> float:
-        """Return the operations of a forward pass over so many rows of this mean length, in tokens, taken as equal."""
+        """Return the operations of a forward pass over `rows` rows of `length` tokens, which may be a mean."""
         return rows * (self.per_token * length + float(self._attention(np.array([length]))[0]))
 
     def _attention(self, lengths: Array) -> NDArray[np.float64]:
