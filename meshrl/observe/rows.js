@@ -105,7 +105,9 @@ class Rows {
       row.length === undefined ? null : make("span", {}, `${number(row.length)} tokens`),
       ...flags.map((flag) => make("i", {}, flag)),
     ];
-    const text = `${row.prompt ?? ""} → ${row.completion ?? ""}`.slice(0, 300);
+    // The end of a prompt tells it from others better than its beginning.
+    const prompt = `${row.prompt ?? ""}`;
+    const text = `${prompt.length > 24 ? `…${prompt.slice(-23)}` : prompt} → ${row.completion ?? ""}`.slice(0, 300);
     const attributes = { role: "option", id: `row-${row.at}`, "data-at": row.at, "aria-selected": row.at === this.open?.at };
     const size = { "aria-setsize": this.shown.length, "aria-posinset": place + 1, style: `--tone:${toneOf(row)}` };
     return make("div", { ...attributes, ...size }, make("div", {}, ...known), make("p", {}, text));

@@ -180,6 +180,8 @@ class Tokens {
     };
     for (let at = 0; at < this.ids.length; at++) {
       if (at === 0 || this.drawnByModel[at] !== this.drawnByModel[at - 1]) {
+        // The end of a line that ends a turn needs no empty line below it.
+        if (parts?.every(([, text]) => !text) && lineOf[at - 1] < lines.length - 1) lines.pop();
         lines.push(this.turnAt(at));
         begin();
       }

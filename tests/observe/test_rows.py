@@ -140,7 +140,7 @@ async def test_values_on_the_page_are_those_of_the_file_by_pointer_and_by_key(
     await expect(page.locator("#tip b")).to_have_text('" of", token 8 of 14')
     await expect(page.locator("#tip")).to_contain_text(f"log-prob, sampler  {newest['tokens']['sampler_logprobs'][7]}")
     await page.locator("select[aria-label='colour of tokens']").select_option("advantages")
-    coloured = "[...document.querySelectorAll('.tokens [style]')].map((each) => Number(each.dataset.at))"
+    coloured = "[...document.querySelectorAll('.tokens span[style]')].map((each) => Number(each.dataset.at))"
     assert await page.evaluate(coloured) == [at for at, drawn in enumerate(DRAWN) if drawn and WORDS[at]]
     await beside.nth(3).click()
     await expect(page.locator(".row-head h3")).to_have_text("step 20 · group 20 · row 4 of 4")

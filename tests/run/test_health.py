@@ -67,7 +67,7 @@ def test_numbers_in_the_form_of_prometheus() -> None:
         "# HELP meshrl_reward Reward of the step's completions. Unit: mean over completions.\n"
         "# TYPE meshrl_reward gauge\n"
         'meshrl_reward{run="a \\"run\\""} 0.5\n'
-        "# HELP meshrl_reward_right Reward of one of several reward functions, by its name, before weighting. In mean "
+        "# HELP meshrl_reward_right Reward of one of several reward functions, by its name, before weighting. Unit: mean "
         "over completions.\n"
         "# TYPE meshrl_reward_right gauge\n"
         'meshrl_reward_right{run="a \\"run\\""} nan\n'
@@ -117,6 +117,6 @@ async def test_a_run_serves_its_newest_numbers_while_it_runs(tmp_path: Path) -> 
         if isinstance(event := EVENT.decode(line), Gauge)
     ]
     (speed,) = [event for event in gauges if event.name == "tokens a second of main"]
-    assert speed.value == pytest.approx(3 / speed.at, rel=0.05)
+    assert speed.value > 3 / speed.at, "the time before the first step does not count"
     assert f"{speed.value!r}" == lines['meshrl_tokens_a_second{run="run",of="main"}']
     assert msgspec.json.decode((run.folder / "summary.json").read_bytes())["status"] == "finished"
