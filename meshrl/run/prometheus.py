@@ -36,7 +36,7 @@ def _escaped(text: str) -> str:
 
 
 class MetricsServer:
-    """Serves `/metrics` on 127.0.0.1 from a thread."""
+    """Serves `/metrics` on 127.0.0.1 from a thread. It takes the port at once."""
 
     def __init__(self, port: int, text: Callable[[], str]) -> None:
         """`port`: 0 for any. `text` is called for each request. Raises ConfigError if the port is taken."""
@@ -60,11 +60,16 @@ class MetricsServer:
             raise ConfigError(f"run.metrics_port = {port}: {error}: choose another port") from error
         self.port: int = self._server.server_address[1]
         self._server.daemon_threads = True
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Answer requests from now on."""
         self._thread = Thread(target=self._server.serve_forever, name="meshrl-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._thread.join()
+        """Free the port."""
+        if self._thread:
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()

@@ -84,12 +84,15 @@ class Run:
         folder = Path(config.folder) / config.name
         self._lock = FolderLock(folder)
         self._events: EventLog | None = None
+        self._metrics_server: MetricsServer | None = None
         try:
+            if config.metrics_port is not None:
+                self._metrics_server = MetricsServer(config.metrics_port, self._exposition)
             self._open(folder, resolved or {})
-            port = config.metrics_port
-            self._metrics_server = None if port is None else MetricsServer(port, self._exposition)
         except BaseException as error:
             self._lock.release()
+            if self._metrics_server:
+                self._metrics_server.close()
             if explained := explain_disk_error(error, folder):
                 raise explained from error
             raise
@@ -363,6 +366,7 @@ class Run:
         self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._tell)
         self._step_began = self.recorder.began = self._events.began
         if self._metrics_server:
+            self._metrics_server.start()
             log.info(f"the numbers of the run are at http://127.0.0.1:{self._metrics_server.port}/metrics")
         self._outer = sink.get()
         sink.set(self._events)

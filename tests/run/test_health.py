@@ -67,8 +67,8 @@ def test_numbers_in_the_form_of_prometheus() -> None:
         "# HELP meshrl_reward Reward of the step's completions. Unit: mean over completions.\n"
         "# TYPE meshrl_reward gauge\n"
         'meshrl_reward{run="a \\"run\\""} 0.5\n'
-        "# HELP meshrl_reward_right Reward of one of several reward functions, by its name, before weighting. Unit: mean "
-        "over completions.\n"
+        "# HELP meshrl_reward_right Reward of one of several reward functions, by its name, before weighting. Unit: "
+        "mean over completions.\n"
         "# TYPE meshrl_reward_right gauge\n"
         'meshrl_reward_right{run="a \\"run\\""} nan\n'
         "# HELP meshrl_tokens_a_second Tokens that the calls of a mesh read or drew since the step before. A batch "
