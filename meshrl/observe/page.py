@@ -6,7 +6,7 @@ A static page is one file that contains its style, code and data, and loads noth
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from html import escape
 from importlib.metadata import entry_points
@@ -163,10 +163,7 @@ def make_content(record: Record, heads: Sequence[Line] | None = None) -> Content
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
         notes=notes,
-        alarms=[
-            {"name": each.name, "evidence": each.evidence, "advice": each.advice, "page": each.page}
-            for each in diagnose(record)
-        ],
+        alarms=[{**asdict(each), "page": each.page} for each in diagnose(record)],
         summary=record.summary or _summary_so_far(record),
         units={name: metric_info(name).unit for name in map(_measured, [*record.summary, "reward"])},
         names=names.all,

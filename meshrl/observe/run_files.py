@@ -67,7 +67,7 @@ class Now(msgspec.Struct, frozen=True):
     waits: list[Waits]
     calls: list[Runs]
     memory: int | None = None
-    """Bytes that the processes of the run on its machine have in memory. None if unknown."""
+    """Memory of the run's processes on its machine, in bytes. None if unknown."""
 
 
 def ask(run: Path, command: Command) -> None:
