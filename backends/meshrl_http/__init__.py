@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from meshrl_inference import CHAT, COUNTS, ENDS
+from meshrl_inference import CHAT, COUNTS, ENDS, TEXTS
 
-__all__ = ["CHAT", "COUNTS", "ENDS", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["CHAT", "COUNTS", "ENDS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
 
 ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""

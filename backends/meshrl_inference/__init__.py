@@ -8,7 +8,7 @@ what the backend of an engine has by the names here.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "READS"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "READS", "TEXTS"]
 
 AXES: Final[Mapping[str, Sequence[str]]] = {"Sampler": ("dp", "tp")}
 """The axes along which a sampler's ranks can be arranged, the last one fastest."""
@@ -30,3 +30,6 @@ MEMORY: Final = "meshrl_inference.memory:estimate"
 
 READS: Final = "meshrl_inference.reading:reads"
 """Says whether the engine has its own code for a role's model, without its values."""
+
+TEXTS: Final = "meshrl_torch.model.texts:read_texts"
+"""Gives the text of each token, without a model."""

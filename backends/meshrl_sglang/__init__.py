@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS
+from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
 ROLES: Final = {"Sampler": "meshrl_sglang.sampler:SglangSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""

@@ -8,7 +8,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MEMORY", "MODELS", "READS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MEMORY", "MODELS", "READS", "ROLES", "TEXTS"]
 
 MODELS: Final = "read"
 
@@ -42,3 +42,6 @@ MEMORY: Final = "meshrl_torch.estimate.memory:held"
 
 READS: Final = "meshrl_torch.estimate.reading:reads"
 """Says how a role's model reads rows, without its values."""
+
+TEXTS: Final = "meshrl_torch.model.texts:read_texts"
+"""Gives the text of each token, without a model."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Final
 
-from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS
+from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",

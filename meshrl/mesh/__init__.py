@@ -8,7 +8,7 @@ rank, behind references. The room does not depend on batches, models or a partic
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, boot_id, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
-from meshrl.mesh.gpus import MachineGpus, machine_gpus, visible_gpus
+from meshrl.mesh.gpus import MachineGpus, gpu_name, machine_gpus, visible_gpus
 from meshrl.mesh.handle import (
     Waiting,
     at,
@@ -99,6 +99,7 @@ __all__ = [
     "even_plan",
     "fetch",
     "free_cores",
+    "gpu_name",
     "in_transit",
     "is_away",
     "is_in_place",

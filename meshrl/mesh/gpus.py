@@ -3,6 +3,7 @@
 import ctypes
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,23 @@ def machine_gpus() -> MachineGpus:
     except (OSError, AttributeError):
         pass  # there is no driver, or one that is older than these functions
     return MachineGpus(len(list(_LISTED.iterdir())) if _LISTED.is_dir() else 0)
+
+
+@cache
+def gpu_name() -> str:
+    """Return the product name of the first GPU, such as `NVIDIA H200`, by NVML. Empty if there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2():
+            return ""
+        found = not (
+            nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) or nvml.nvmlDeviceGetName(device, name, 96)
+        )
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return ""
+    return name.value.decode(errors="replace") if found else ""
 
 
 def visible_gpus() -> list[str]:

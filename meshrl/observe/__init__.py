@@ -27,6 +27,7 @@ from meshrl.observe.analysis import (
 from meshrl.observe.comparison import Comparison, compare, render_comparison
 from meshrl.observe.diagnosis import STEPS, Finding, diagnose
 from meshrl.observe.groups import settings_of
+from meshrl.observe.metric_info import metric_info
 from meshrl.observe.page import render
 from meshrl.observe.run_files import (
     CONTROL,
@@ -94,6 +95,7 @@ __all__ = [
     "find_run",
     "idleness",
     "make_trace",
+    "metric_info",
     "overlap",
     "read_events",
     "read_numbers",

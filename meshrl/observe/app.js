@@ -4,8 +4,6 @@ function header() {
   const { summary, efficiency } = data;
   const tone = { finished: "good", running: "good", failed: "bad", silent: "bad" }[data.status] ?? "soft";
   const ran = ["running", "paused"].includes(data.status) ? "so far" : "from start to end";
-  const stat = (name, value, unit) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
   const rewards = summary.first_reward ?? summary.last_reward ?? null;
   return make(
     "header",
@@ -29,8 +27,25 @@ function header() {
       ...more(summary).map((each) => stat(...each)),
     ),
     summary.error ? make("p", { class: "error" }, summary.error) : null,
+    ...data.alarms.map(alarm),
     make("ul", { class: "notes" }, ...data.notes.map((note) => make("li", {}, note))),
   );
+}
+
+/** A sign of trouble: its evidence, what to try, and the page about it. */
+function alarm({ name, evidence, advice, page }) {
+  return make(
+    "p",
+    { class: "alarm" },
+    make("b", {}, name),
+    `: ${evidence}. Try: ${advice}. `,
+    make("small", {}, `See ${page}`),
+  );
+}
+
+/** A number in large letters, with its name above and its unit below. */
+function stat(name, value, unit) {
+  return make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
 }
 
 function meanStep() {
@@ -122,8 +137,10 @@ function timelineSection() {
     ),
   );
   made.refresh = () => {
+    if (!data.lanes.length) return false;
     timeline.refresh();
     if (["last steps", "whole run"].includes(shown)) show(shown);
+    return true;
   };
   return made;
 }
@@ -270,56 +287,6 @@ function gaugesSection() {
   );
 }
 
-function samplesSection() {
-  if (!data.samples.length) return null;
-  const steps = [...new Set(data.samples.map((sample) => sample.step))];
-  const rewards = data.samples.map((sample) => sample.reward).filter((reward) => typeof reward === "number");
-  const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
-  const shown = make("div", { class: "samples" });
-  const told = make("span");
-  const slider = make("input", {
-    type: "range",
-    min: 0,
-    max: steps.length - 1,
-    value: steps.length - 1,
-    "aria-label": "step",
-  });
-  const show = () => {
-    const step = steps[slider.value];
-    told.textContent = `step ${step}`;
-    slider.dataset.step = step;
-    shown.replaceChildren(
-      ...data.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, low, high)),
-    );
-  };
-  slider.addEventListener("input", show);
-  show();
-  return section(
-    "Samples to read",
-    "Completions as they were drawn, with their reward: the stronger the colour, the higher.",
-    steps.length > 1 ? make("div", { class: "chooser" }, slider, told) : null,
-    shown,
-  );
-}
-
-function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
-  const part = typeof reward === "number" ? (high > low ? (reward - low) / (high - low) : 0.5) : null;
-  const tone = part === null ? "var(--other)" : `color-mix(in oklab, var(--scoring) ${part * 100}%, var(--idle))`;
-  const facts = Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return make(
-    "article",
-    { class: "card sample", style: `--tone:${tone}` },
-    part === null ? null : make("span", { class: "reward" }, make("small", {}, "reward"), number(reward)),
-    make("p", { class: "prompt" }, `${prompt ?? ""}`),
-    make("p", {}, `${completion ?? ""}`),
-    make(
-      "dl",
-      {},
-      ...facts.flatMap(([name, value]) => [make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, `${value}`)]),
-    ),
-  );
-}
-
 function configSection() {
   if (!data.config) return null;
   const lines = data.config
@@ -346,6 +313,6 @@ const SECTIONS = [
   boundSection,
   idleSection,
   gaugesSection,
-  samplesSection,
+  rowsSection,
   configSection,
 ];

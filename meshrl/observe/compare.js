@@ -232,14 +232,27 @@ function samplesSection() {
   );
 }
 
-function completionOf({ text, reward, step }, group) {
+function completionOf({ text, reward, step, tokens }, group) {
   const facts = [reward === null ? null : `reward ${number(reward)}`, step === null ? null : `step ${step}`];
   return make(
     "div",
     { class: "completion", style: `--tone:${groupColour(group)}` },
     make("div", { class: "facts" }, groupName(group), make("small", {}, facts.filter(Boolean).join(" · "))),
     make("p", {}, text),
+    tokens ? tokensBelow(tokens) : null,
   );
+}
+
+/** The tokens of a completion, drawn once they are opened. */
+function tokensBelow(columns) {
+  const made = make("details", {}, make("summary", {}, `${number(columns.tokens.length)} tokens`));
+  let view = null;
+  made.addEventListener("toggle", () => {
+    if (!view) made.append((view = new Tokens(columns)).node);
+    view.paint();
+  });
+  onPaint(() => made.open && view?.paint());
+  return made;
 }
 
 /** The page from top to bottom; a section that has nothing to show is null. */

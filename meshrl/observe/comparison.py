@@ -4,15 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from meshrl.events import Step
 from meshrl.observe.analysis import PARTS, duration, overlap
 from meshrl.observe.groups import LEAST, Group, differing_settings, lineage_text, make_groups
 from meshrl.observe.metric_info import FRONT, metric_info
-from meshrl.observe.page import NO_CURVES, STYLES, shortened, static_page
-from meshrl.observe.run_files import Line, Record
+from meshrl.observe.page import NO_CURVES, STYLES, static_page
+from meshrl.observe.run_files import TOKENS, Line, Record
 from meshrl.observe.run_statistics import Curve, Item, Values, ValuesOfRuns, bootstrap, curve_of, digits, finite
+from meshrl.observe.samples import MOST_TOKENS, shortened
 from meshrl.observe.timeline import rounded
 
 _POINTS: Final = 200
@@ -22,7 +24,7 @@ _SMOOTH: Final = 80
 _PROMPTS: Final = 60
 """Prompts at most whose completions are shown side by side."""
 _HELD_OUT: Final = {"greedy": "held-out reward, greedy", "sampled": "held-out reward, sampled"}
-_SCRIPTS: Final = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
+_SCRIPTS: Final = ("draw.js", "axes.js", "charts.js", "tokens.js", "compare.js", "whole.js")
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Completion:
     reward: float | None
     step: int | None
     """None for a held-out prompt after the last step."""
+    tokens: msgspec.Raw | None = None
+    """The columns of its tokens, of a row that was trained and kept with them."""
 
 
 @dataclass(frozen=True)
@@ -392,12 +396,33 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
     ]
     held_out = sorted((each for each in shared if each.held_out), key=_range, reverse=True)[: _PROMPTS // 2]
     trained = sorted((each for each in shared if not each.held_out), key=_newest, reverse=True)
-    return [*held_out, *trained[: _PROMPTS - len(held_out)]]
+    return _with_tokens([*held_out, *trained[: _PROMPTS - len(held_out)]])
+
+
+def _with_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Leave out tokens that find no room in the page."""
+    left = MOST_TOKENS
+
+    def fitted(each: Completion | None) -> Completion | None:
+        nonlocal left
+        size = len(bytes(each.tokens)) if each and each.tokens is not None else 0
+        if each and size > left:
+            return replace(each, tokens=None)
+        left -= size
+        return each
+
+    return [replace(sample, completions=[*map(fitted, sample.completions)]) for sample in samples]
 
 
 def _completion(line: Line, reward: str) -> Completion:
     text, step = str(line.get("completion", "")), line.get("step")
-    return Completion(shortened(text), finite(line.get(reward)), step if isinstance(step, int) else None)
+    tokens = line.get(TOKENS)
+    return Completion(
+        shortened(text),
+        finite(line.get(reward)),
+        step if isinstance(step, int) else None,
+        tokens if isinstance(tokens, msgspec.Raw) else None,
+    )
 
 
 def _range(sample: Sample) -> float:

@@ -19,7 +19,8 @@ _FORKED: Final = "forked from"
 """Name of a fork's origin among the settings."""
 _OF_A_RUN: Final = (
     *("name", "folder", "resume", "restarts", "restart_wait", "checkpoint_every", "checkpoints_kept"),
-    *("checkpoint_async", "log", "project", "samples_every", "slow_after", "deterministic", "replay", "otlp"),
+    *("checkpoint_async", "log", "project", "samples_every", "samples_rows", "samples_tokens", "slow_after"),
+    *("deterministic", "replay", "otlp", "metrics_port"),
 )
 """Keys of [run] that affect how a run is kept and reported, not what it computes."""
 _TASK: Final = ("task.source", "task.options")

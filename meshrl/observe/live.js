@@ -1,12 +1,20 @@
 // The page of an active run. The server sends patches of `data`, at first the whole. Sections that show a change are made
 // again. What somebody reads, opened or holds there stays as it is.
 
+const SPEED = "tokens a second of ";
+
+/** How fast a mesh was in the newest step, and the share of its peak where that is known. */
+function meshSpeed({ name, y }) {
+  const mesh = name.slice(SPEED.length);
+  const use = data.gauges.find((each) => each.name === `FLOPs utilisation of ${mesh}`)?.y.at(-1);
+  const told = typeof use === "number" ? `, at ${percent(use)} of its FLOPs` : "";
+  return stat(`mesh ${mesh}`, short(y.at(-1)), `tokens a second${told}`);
+}
+
 /** What the run does now: how fast it is, what runs, and who waits. */
 function nowSection() {
   const { now, pace, ahead } = data;
   if (!now) return null;
-  const stat = (name, value, unit) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
   const bound = typeof ahead === "number" ? `publications behind, at most ${ahead} (ahead)` : "publications behind";
   const known = (name) => pace[name] !== undefined;
   const waits = now.waits.map(({ who, what, on, seconds: length }) =>
@@ -25,6 +33,8 @@ function nowSection() {
         known("steps_per_minute") ? stat("steps a minute", short(pace.steps_per_minute)) : null,
         known("step_s") ? stat("newest step", seconds(pace.step_s)) : null,
         known("tokens_per_second") ? stat("tokens a second", short(pace.tokens_per_second)) : null,
+        ...data.gauges.filter(({ name }) => name.startsWith(SPEED)).map(meshSpeed),
+        now.memory ? stat("memory", `${short(now.memory / 2 ** 30)} GiB`, "of its processes here") : null,
         known("staleness") ? stat("staleness", short(pace.staleness), bound) : null,
       ),
       list("runs", calls, "no call is under way"),
@@ -106,15 +116,15 @@ async function ask(command) {
 
 /** Each section with the keys of `data` that it shows. */
 const SHOWS = new Map([
-  [header, ["name", "status", "notes", "summary", "units", "total", "efficiency", "busy", "steps"]],
+  [header, ["name", "status", "notes", "alarms", "summary", "units", "total", "efficiency", "busy", "steps"]],
   [controlSection, ["status", "asked", "keeps"]],
-  [nowSection, ["now", "pace", "ahead"]],
+  [nowSection, ["now", "pace", "ahead", "gauges"]],
   [curvesSection, ["curves", "front", "staleness", "dropped"]],
   [timelineSection, ["lanes", "steps", "swaps", "names", "sides", "texts"]],
   [boundSection, ["total", "bounds", "bound", "efficiency", "steps"]],
   [idleSection, ["idle"]],
   [gaugesSection, ["gauges", "curves", "steps"]],
-  [samplesSection, ["samples"]],
+  [rowsSection, ["samples"]],
   [configSection, ["config"]],
 ]);
 
@@ -149,8 +159,7 @@ function draw() {
 /** Replace a section by a new one, or have it show the news. */
 function build(part) {
   const old = shown.get(part);
-  if (old?.node.refresh && data.lanes.length) {
-    old.node.refresh();
+  if (old?.node.refresh?.()) {
     for (const paint of old.own) paint();
     return;
   }
@@ -179,7 +188,7 @@ function following(part) {
   );
 }
 
-const FOCUSED = "button, summary, input, canvas";
+const FOCUSED = "button, summary, canvas";
 
 /** Replace a section; what was open, chosen and focused in the old one is so in the new one. */
 function replace(old, node) {
@@ -188,13 +197,6 @@ function replace(old, node) {
     return [...old.querySelectorAll(selector)].map((each, at) => [each, others[at]]).filter(([, other]) => other);
   };
   for (const [one, other] of pairs("details")) other.open = one.open;
-  for (const [one, other] of pairs("input[type=range]")) {
-    const steps = [...new Set(data.samples.map(({ step }) => step))];
-    const at = steps.indexOf(Number(one.dataset.step));
-    if (one.value === one.max || at < 0) continue;
-    other.value = at;
-    other.dispatchEvent(new Event("input"));
-  }
   const focused = pairs(FOCUSED).find(([one]) => one === document.activeElement);
   old.replaceWith(node);
   focused?.[1].focus({ preventScroll: true });

@@ -16,13 +16,27 @@ import msgspec
 from meshrl.config import Table
 from meshrl.events import Delivery, Event, Gauge, Restart, Step
 from meshrl.observe.page import POINTS, make_content
-from meshrl.observe.run_files import EVENT, FILES, LINE, LOOKS, NOW, PAUSED, Line, Now, Record, open_requests, table_of
+from meshrl.observe.run_files import (
+    EVENT,
+    FILES,
+    LINE,
+    LOOKS,
+    NOW,
+    PAUSED,
+    SAMPLE,
+    TOKENS,
+    Line,
+    Now,
+    Record,
+    open_requests,
+    sample_of,
+    table_of,
+)
 from meshrl.observe.run_statistics import finite
+from meshrl.observe.samples import ROWS, head_of
 
 EVENTS: Final = 4000
 """Events kept at most, the newest. Beyond it, a quarter is dropped at once."""
-SAMPLES: Final = 64
-"""Samples kept at most, the newest."""
 _NEWEST: Final = 20
 """Newest steps that determine the speed."""
 _NAMES: Final = 256
@@ -31,7 +45,7 @@ SILENT: Final = 10 * LOOKS
 """Seconds without a sign of life after which an unfinished run counts as silent."""
 _CLOCKS: Final = 300.0
 """Largest difference between the clocks of two machines, in seconds."""
-_CHUNK: Final = 1 << 22
+_CHUNK: Final = 1 << 24
 """Bytes per look at most. A longer line is left out."""
 _SEEN: Final = 64
 """Bytes before the reached position that identify the file."""
@@ -44,10 +58,10 @@ class LiveRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics = _Followed(folder / "metrics.jsonl", LINE, Thinned, Thinned.add)
-        self._evaluations = _Followed(folder / "evaluations.jsonl", LINE, Thinned, Thinned.add)
-        self._samples = _Followed(folder / "samples.jsonl", LINE, lambda: deque[Line](maxlen=SAMPLES), deque.append)
-        self._events = _Followed(folder / "events.jsonl", EVENT, _Events, _Events.add)
+        self._metrics = _Followed(folder / "metrics.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line))
+        self._evaluations = _Followed(folder / "evaluations.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line))
+        self._samples = _Followed(folder / "samples.jsonl", SAMPLE, _Samples, _Samples.add)
+        self._events = _Followed(folder / "events.jsonl", EVENT, _Events, lambda kept, event, _: kept.add(event))
         self._config, self._summary_file, self._now_file = (
             _Rewritten(folder / name) for name in ("config.toml", "summary.json", NOW)
         )
@@ -115,6 +129,21 @@ class LiveRun:
             "keeps": bool(table_of(table, "run").get("checkpoint_every")),
         }
 
+    def tokens(self, at: int) -> bytes | None:
+        """Read the tokens of the row with this number in samples.jsonl, as JSON. None if it has none, or is not there.
+
+        Raises OSError if the file must not be read.
+        """
+        if (place := self._samples.kept.place(at)) is None:
+            return None
+        with (self.folder / "samples.jsonl").open("rb") as file:
+            file.seek(place[0])
+            line = file.read(place[1])
+        try:
+            return bytes(SAMPLE.decode(line).get(TOKENS, b"")) or None
+        except ValueError:  # another run has begun meanwhile
+            return None
+
     def _report(self, config: str) -> dict[str, object]:
         status, events = self.status, self._events.kept
         summary = self._summary if status in {"finished", "interrupted", "failed"} else self._metrics.kept.summary()
@@ -122,13 +151,13 @@ class LiveRun:
             self.folder,
             {**summary, "status": status},
             self._metrics.kept.lines,
-            list(self._samples.kept),
+            (),
             events.shown(),
             config,
             self._notes(status),
             self._evaluations.kept.lines,
         )
-        page: dict[str, object] = msgspec.to_builtins(make_content(record))
+        page: dict[str, object] = msgspec.to_builtins(make_content(record, self._samples.kept.heads()))
         return {**page, "staleness": events.behind(), "dropped": dict(events.dropped)}
 
     def _notes(self, status: str) -> list[str]:
@@ -254,12 +283,37 @@ class _Events:
         return [self._staleness[versions] for versions in range(max(self._staleness, default=-1) + 1)]
 
 
+class _Samples:
+    """The heads of the newest rows, and where their lines are."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._kept: deque[tuple[Line, tuple[int, int]]] = deque(maxlen=ROWS)
+
+    def add(self, fields: dict[str, msgspec.Raw], place: tuple[int, int]) -> None:
+        self._kept.append((head_of(sample_of(fields), self._count), place))
+        self._count += 1
+
+    def heads(self) -> list[Line]:
+        return [head for head, _ in self._kept]
+
+    def place(self, at: int) -> tuple[int, int] | None:
+        """The first byte and the size of a row's line. None if it is not kept."""
+        index = at - (self._count - len(self._kept))
+        return self._kept[index][1] if 0 <= index < len(self._kept) else None
+
+
 class _Followed(Generic[K, T]):
     """A file of lines that grows, and what is kept of them."""
 
     def __init__(
-        self, path: Path, decoder: msgspec.json.Decoder[T], new: Callable[[], K], add: Callable[[K, T], None]
+        self,
+        path: Path,
+        decoder: msgspec.json.Decoder[T],
+        new: Callable[[], K],
+        add: Callable[[K, T, tuple[int, int]], None],
     ) -> None:
+        """`add` gets the first byte of a line and its size, too."""
         self.kept: K = new()
         self._name, self._bad = path.name, 0
         self._decoder, self._new, self._add = decoder, new, add
@@ -270,11 +324,13 @@ class _Followed(Generic[K, T]):
         read = self._tail.read()
         if read.anew:
             self.kept, self._bad = self._new(), 0
+        at = read.at
         for line in read.lines:
             try:
-                self._add(self.kept, self._decoder.decode(line))
+                self._add(self.kept, self._decoder.decode(line), (at, len(line)))
             except (RecursionError, ValueError):
                 self._bad += 1
+            at += len(line) + 1
         return bool(read.lines) or read.anew, read.more
 
     @property
@@ -290,6 +346,8 @@ class NewLines(NamedTuple):
     """True if these are the first lines of a file that is new, or was cut or replaced since the last look."""
     more: bool = False
     """True if another look finds more at once."""
+    at: int = 0
+    """Where the first line begins, in bytes."""
 
 
 class Tail:
@@ -326,11 +384,11 @@ class Tail:
         if not end and len(chunk) == _CHUNK:
             end = _CHUNK  # the line is too long, and its end will not be taken as a line
         complete = chunk[:end]
-        self._reached += len(complete)
+        at, self._reached = self._reached, self._reached + len(complete)
         self._before = (self._before + complete)[-_SEEN:]
         more = len(chunk) == _CHUNK
         self._known = None if more else known
-        return NewLines(complete.splitlines(), anew, more)
+        return NewLines(complete.splitlines(), anew, more, at)
 
     def _goes_on(self, file: BinaryIO) -> bool:
         """True if this is the file of the last look, with the same content up to there."""

@@ -6,11 +6,11 @@ A static page is one file that contains its style, code and data, and loads noth
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from html import escape
 from importlib.metadata import entry_points
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Final, cast
 
@@ -21,11 +21,12 @@ import tomli_w
 
 from meshrl.events import Delivery, Gauge, Restart, Step, Swap
 from meshrl.observe.analysis import PARTS, Overlap, StepTime, deliveries_of, idleness, overlap, side
+from meshrl.observe.diagnosis import diagnose
 from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.run_files import Line, Record
 from meshrl.observe.run_statistics import digits, finite
+from meshrl.observe.samples import head_of, shown_rows, tokens_within
 from meshrl.observe.timeline import RANKS, Lane, StringTable, make_lanes, rounded
-from meshrl.tags import without_special
 
 POINTS: Final = 1000
 """Points of a curve at most. Beyond it, neighbours are averaged."""
@@ -33,15 +34,11 @@ _GAUGE: Final = 240
 """Points of a gauge at most. Beyond it, means over equal times are shown."""
 _STEPS: Final = 120
 """Bars of steps at most. Beyond it, neighbours are averaged."""
-_SAMPLES: Final = 300
-"""Samples at most, spread over the run."""
-_TEXT: Final = 4000
-"""Characters of a sample's text at most."""
 NO_CURVES: Final = ("step", "seconds")
 """Numbers of a line of metrics.jsonl without a curve."""
-STYLES: Final = ("theme.css", "style.css", "parts.css")
+STYLES: Final = ("theme.css", "style.css", "parts.css", "rows.css")
 """Style sheets of every page."""
-SCRIPTS: Final = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+SCRIPTS: Final = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "tokens.js", "rows.js", "app.js")
 """Scripts of the report, static and live."""
 _STATIC: Final = """<meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">"""
@@ -80,6 +77,8 @@ class Content:
     name: str
     status: str
     notes: list[str]
+    alarms: list[dict[str, str]]
+    """What `diagnose` finds: name, evidence, advice, and the page of the docs."""
     summary: Line
     units: dict[str, str]
     """Units of the summary's numbers. Numbers before and after training share an entry."""
@@ -108,6 +107,9 @@ class Content:
     """Number of rows that were 0, 1, 2, ... publications behind at delivery."""
     dropped: dict[str, int]
     samples: list[Line]
+    """The rows that the run kept, without their tokens. `at` is the number of a row in samples.jsonl."""
+    tokens: dict[int, msgspec.Raw]
+    """The columns of tokens by the number of their row. A live page asks its server for them."""
     config: str
 
 
@@ -136,8 +138,11 @@ def joined(files: Iterable[str]) -> str:
     return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in files)
 
 
-def make_content(record: Record) -> Content:
-    """Make the content of a run's page. Large runs are thinned, and `notes` says how."""
+def make_content(record: Record, heads: Sequence[Line] | None = None) -> Content:
+    """Make the content of a run's page. Large runs are thinned, and `notes` says how.
+
+    `heads`: of the rows of a live page, which are sent without their tokens.
+    """
     events = record.events
     again = "A machine failed, and the run was begun again"
     restarts = ((event.number, event.error.partition("\n")[0]) for event in events if isinstance(event, Restart))
@@ -152,11 +157,13 @@ def make_content(record: Record) -> Content:
     staleness, dropped = deliveries_of(event for event in events if isinstance(event, Delivery))
     table = record.table
     curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
+    samples = shown_rows([*map(head_of, record.samples, count())] if heads is None else heads, notes)
     front = sorted(filter(_is_in_front, curves), key=lambda curve: FRONT.index(curve.name))
     return Content(
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
         notes=notes,
+        alarms=[{**asdict(each), "page": each.page} for each in diagnose(record)],
         summary=record.summary or _summary_so_far(record),
         units={name: metric_info(name).unit for name in map(_measured, [*record.summary, "reward"])},
         names=names.all,
@@ -185,7 +192,8 @@ def make_content(record: Record) -> Content:
         gauges=_gauges([event for event in events if isinstance(event, Gauge)]),
         staleness=staleness,
         dropped=dropped,
-        samples=_samples(record.samples, notes),
+        samples=samples,
+        tokens=tokens_within(record.samples, samples, notes) if heads is None else {},
         config=tomli_w.dumps(_used(table)) if table else record.config,
     )
 
@@ -287,20 +295,3 @@ def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64
     held = [value[max(0, first - 1) : last] for first, last in pairwise(pieces)]
     band = [float(each.min()) for each in held], [float(each.max()) for each in held]
     return _named(name, edges[:-1].round(5).tolist(), means.round(4).tolist(), band)
-
-
-def _samples(samples: Sequence[Line], notes: list[str]) -> list[Line]:
-    """At most `_SAMPLES`, evenly spread, including the first and the last."""
-    places = np.unique(np.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).astype(np.int64)).tolist()
-    if len(places) < len(samples):
-        notes.append(f"{len(places)} of {len(samples):,} samples are shown.")
-    return [
-        {name: shortened(value) if isinstance(value, str) else value for name, value in samples[place].items()}
-        for place in places
-    ]
-
-
-def shortened(text: str) -> str:
-    """Cut a long text, without its special tokens, and add its length."""
-    text = without_special(text)
-    return f"{text[:_TEXT]} … ({len(text):,} characters)" if len(text) > _TEXT else text

@@ -31,6 +31,10 @@ Command: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 Line: TypeAlias = dict[str, object]
 
 LINE: Final = msgspec.json.Decoder(Line)
+SAMPLE: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Decodes a line of samples.jsonl, with values that stay JSON: most of it are tokens, which few look at."""
+TOKENS: Final = "tokens"
+"""The key of a sample with one list for each quantity of its tokens."""
 EVENT: Final = msgspec.json.Decoder[Event](Event)
 _RUNS: Final = Path("runs")
 T = TypeVar("T")
@@ -62,6 +66,8 @@ class Now(msgspec.Struct, frozen=True):
     """Seconds since its start."""
     waits: list[Waits]
     calls: list[Runs]
+    memory: int | None = None
+    """Memory of the run's processes on its machine, in bytes. None if unknown."""
 
 
 def ask(run: Path, command: Command) -> None:
@@ -96,6 +102,7 @@ class Record:
     summary: Line = field(default_factory=dict)
     metrics: Sequence[Line] = ()
     samples: Sequence[Line] = ()
+    """The rows that the run kept. The lists of their `tokens` stay JSON, as `msgspec.Raw`."""
     events: Sequence[Event] = ()
     config: str = ""
     notes: Sequence[str] = ()
@@ -128,7 +135,7 @@ def read_run(folder: Path) -> Record:
         folder,
         _summary(folder, notes),
         _lines(folder / "metrics.jsonl", LINE, notes),
-        _lines(folder / "samples.jsonl", LINE, notes),
+        [*map(sample_of, _lines(folder / "samples.jsonl", SAMPLE, notes))],
         read_events(folder / "events.jsonl", notes),
         config.read_text("utf-8", "replace") if config.is_file() else "",
         notes,
@@ -136,6 +143,11 @@ def read_run(folder: Path) -> Record:
         _optional_lines(folder / "held_out.jsonl", notes),
         _object(fork, notes) if fork.is_file() else {},
     )
+
+
+def sample_of(fields: Mapping[str, msgspec.Raw]) -> Line:
+    """Return a sample with plain values. Its tokens stay JSON, as `msgspec.Raw`."""
+    return {name: value if name == TOKENS else msgspec.json.decode(value) for name, value in fields.items()}
 
 
 def read_numbers(folder: Path) -> Record:

@@ -146,6 +146,10 @@ class Watcher:
         """True if the limit of browsers is reached."""
         return self._browsers >= _BROWSERS
 
+    def tokens(self, at: int) -> bytes | None:
+        """Read the tokens of a row by its number, as `LiveRun.tokens`."""
+        return self._live.tokens(at)
+
     def ask(self, command: Command) -> None:
         """Send a request to the run. Raises ConfigError if no run is active."""
         if not self._live.is_under_way():
@@ -279,6 +283,12 @@ def _app(watcher: Watcher) -> Starlette:
         kind, text = files[request.url.path]
         return Response(text, media_type=kind)
 
+    async def tokens(request: Request) -> Response:
+        found = await asyncio.to_thread(watcher.tokens, request.path_params["at"])
+        return (
+            PlainTextResponse("no such row\n", 404) if found is None else Response(found, media_type="application/json")
+        )
+
     async def events(request: Request) -> Response:
         if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # it would only take a place
             return PlainTextResponse("only the page of this server may follow the run\n", 403)
@@ -290,6 +300,7 @@ def _app(watcher: Watcher) -> Starlette:
         routes=[
             *(Route(path, file) for path in files),
             Route("/events", events),
+            Route("/tokens/{at:int}", tokens),
             Route("/control", partial(_control, watcher), methods=["POST"]),
         ]
     )

@@ -41,8 +41,10 @@ from meshrl.roles.estimates import (
     check_teacher,
     count_tokens,
     fair_plan,
+    flops_of,
     memory_of,
     planner_of,
+    token_reader,
 )
 from meshrl.roles.generate_calls import Completion, GenerateCall, GenerateCalls, SteppingSampler, completed, places_of
 from meshrl.roles.registry import (
@@ -116,6 +118,7 @@ __all__ = [
     "completed",
     "count_tokens",
     "fair_plan",
+    "flops_of",
     "function_of",
     "implementation",
     "import_path",
@@ -126,5 +129,6 @@ __all__ = [
     "packages_of",
     "places_of",
     "planner_of",
+    "token_reader",
     "with_options",
 ]

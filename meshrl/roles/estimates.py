@@ -2,18 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.mesh import Plan, Planner, Rows, even_plan, make_plan
+from meshrl.mesh import Array, Plan, Planner, Rows, even_plan, make_plan
 from meshrl.roles.config import ModelConfig, NewModel, PassConfig, PolicyConfig, RoleConfig
 from meshrl.roles.registry import function_of
 
@@ -36,12 +37,22 @@ class Flops:
 
     def costs(self, lengths: Rows) -> Rows:
         """Return the cost of rows with these lengths, int64[rows], in 1/1024 of the operations `per_token`."""
+        costs: Rows = np.rint(_UNIT * (lengths + self._attention(lengths) / self.per_token)).astype(np.int64)
+        return costs
+
+    def forward(self, rows: float, length: float) -> float:
+        """Return the operations of a forward pass over `rows` rows of `length` tokens, which may be a mean."""
+        return rows * (self.per_token * length + float(self._attention(np.array([length]))[0]))
+
+    def _attention(self, lengths: Array) -> NDArray[np.float64]:
+        """Operations of attention in rows of these lengths, float64[rows]."""
         own = lengths.astype(np.float64)
         hidden = np.maximum(own - self.window, 0.0)  # tokens that the last one does not see
         pairs = own * (own + 1) / 2
-        attention = self.per_pair * pairs + self.per_near_pair * (pairs - hidden * (hidden + 1) / 2)
-        costs: Rows = np.rint(_UNIT * (own + attention / self.per_token)).astype(np.int64)
-        return costs
+        attention: NDArray[np.float64] = self.per_pair * pairs + self.per_near_pair * (
+            pairs - hidden * (hidden + 1) / 2
+        )
+        return attention
 
 
 def fair_plan(batch: Batch, parts: int, flops: Flops) -> Plan:
@@ -55,6 +66,12 @@ def fair_plan(batch: Batch, parts: int, flops: Flops) -> Plan:
     return min(by_tokens, even_plan(costs, parts), key=lambda plan: max(int(costs[rows].sum()) for rows in plan))
 
 
+def flops_of(config: ModelConfig) -> Flops | None:
+    """Count the operations of a role's model. None if its backend counts none. ModelError as in `planner_of`."""
+    counts = function_of(config.backend, "FLOPS")
+    return None if counts is None else cast("Flops", counts(config))
+
+
 async def planner_of(config: RoleConfig) -> Planner:
     """Return the function that divides the rows of a role's calls as `balance` says.
 
@@ -63,10 +80,10 @@ async def planner_of(config: RoleConfig) -> Planner:
     """
     if not isinstance(config, PassConfig) or config.balance == "tokens":
         return make_plan
-    if (counts := function_of(config.backend, "FLOPS")) is None:
+    if (flops := await asyncio.to_thread(flops_of, config)) is None:
         log.warning("rows are divided by tokens, because the backend counts no operations", backend=config.backend)
         return make_plan
-    return partial(_plan, cast("Flops", await asyncio.to_thread(counts, config)))
+    return partial(_plan, flops)
 
 
 def _plan(flops: Flops, values: Mapping[str, object], parts: int, owners: Rows | None) -> Plan:
@@ -154,6 +171,16 @@ def count_tokens(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None
     """
     count = function_of(config.backend, "COUNTS")
     return None if count is None else cast("Sequence[int | str] | None", count(config, rows))
+
+
+def token_reader(config: ModelConfig) -> Callable[[Sequence[Sequence[int]]], Sequence[Sequence[str]]] | None:
+    """Return a function that takes rows of tokens and returns the text of each token. None if the backend has none.
+
+    Reads only the model's tokenizer. Raises ModelError if it cannot be read.
+    """
+    read = function_of(config.backend, "TEXTS")
+    made = None if read is None else read(config)
+    return cast("Callable[[Sequence[Sequence[int]]], Sequence[Sequence[str]]] | None", made)
 
 
 def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:

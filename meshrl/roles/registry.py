@@ -8,6 +8,7 @@ these attributes too. All functions are given as import paths:
 - `AXES`: the axes along which the ranks of a role can be arranged, by role.
 - `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
 - `COUNTS`: a function that counts the tokens of prompts, or of whole rows, with the tokenizer of a table's model alone.
+- `TEXTS`: a function that returns one from rows of tokens to the text of each token, with its tokenizer alone.
 - `ENDS`: a function that says why completions of a sampler's model may never end, with its tokenizer alone.
 - `MEMORY`: a function that estimates the memory of a rank (`meshrl.roles.MemoryEstimate`), from a role's table and the
   model's config.json.
@@ -137,7 +138,7 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
 
 
 def function_of(
-    backend: str, name: Literal["NEEDS", "COUNTS", "ENDS", "MEMORY", "FLOPS", "CHAT", "READS"]
+    backend: str, name: Literal["NEEDS", "COUNTS", "TEXTS", "ENDS", "MEMORY", "FLOPS", "CHAT", "READS"]
 ) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
     path = getattr(_module(backend), name, None)

@@ -140,8 +140,16 @@ class RunConfig(Config):
     waits, by OTLP over HTTP."""
     project: str | None = None
     """Project of the run at the trackers. Default: the project in the tracker's environment variable, or `meshrl`."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    """Port of 127.0.0.1 at which `/metrics` has the newest numbers of the run, in the text form of Prometheus. 0 takes
+    a free one, which the log names. By default there is none."""
     samples_every: int = Field(default=20, ge=1)
-    """Steps between two samples of prompts, completions and rewards."""
+    """Steps between two samples of the rows of a step, for `meshrl watch`, `report` and `compare`."""
+    samples_rows: int = Field(default=16, ge=1)
+    """Rows of a sample at most. Whole groups are kept, and a single group that is larger is cut."""
+    samples_tokens: int = Field(default=65_536, ge=0)
+    """Tokens of a sample whose log-probs, versions, advantages and other numbers are kept at most, about 60 bytes a
+    token. Rows that find no room there are kept without them. 0 keeps none."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between two checkpoints. One more is written after the last step. By default there are no checkpoints."""
     checkpoints_kept: int = Field(default=2, ge=1)

@@ -16,6 +16,7 @@ from meshrl.events import EventLog, Pending, waiting
 from meshrl.mesh import running_calls, slow_calls
 from meshrl.observe import CONTROL, LOOKS, NOW, PAUSED, REQUESTS, Command, Now, Runs, Waits, requested_at
 from meshrl.run.folder import part_of, write_whole
+from meshrl.run.health import resident_bytes
 
 _MOST: Final = 32
 """Waits that are reported at most, and calls."""
@@ -69,6 +70,7 @@ def _now(events: EventLog) -> Now:
         round(at, 1),
         [Waits(each.who, each.what, _blocked_by(each)[:_TEXT], round(at - each.began, 1)) for each in pending],
         [Runs(where, ranks[:_TEXT], round(seconds, 1)) for where, ranks, seconds in calls],
+        resident_bytes(),
     )
 
 

@@ -33,10 +33,11 @@ class Progress:
             self._task: TaskID = self._live.add_task("", total=count, completed=done)
             self._live.start()
 
-    def show(self, numbers: Mapping[str, float]) -> None:
-        """Count one more step and show its numbers."""
+    def show(self, numbers: Mapping[str, float], beside: Mapping[str, float]) -> None:
+        """Count one more step, and show those of its numbers that are always shown, and all `beside`."""
         self._done += 1
         shown = {name: f"{numbers[name]:.4g}" for name in _SHOWN if name in numbers}
+        shown |= {name.replace(" ", "_"): f"{value:.3g}" for name, value in beside.items()}
         if self._live:
             text = " ".join(f"{name}={value}" for name, value in shown.items())
             self._live.update(self._task, advance=1, description=text)

@@ -13,7 +13,7 @@ import tomli_w
 
 from meshrl import log
 from meshrl.algo import effective_sample_size
-from meshrl.data import Batch, Metrics, known_mean, prompt_text, why_unknown
+from meshrl.data import Batch, Metrics, known_mean, why_unknown
 from meshrl.errors import DataError, described
 from meshrl.events import clock
 from meshrl.run.folder import (
@@ -27,7 +27,7 @@ from meshrl.run.folder import (
     take_over,
     write_whole,
 )
-from meshrl.run.trackers import Trackers
+from meshrl.run.trackers import Trackers, shown_in_trackers
 from meshrl.tasks import StepAccount
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
 """Columns whose mean is reported, and the metric's name."""
-_SAMPLED: Final = 8
 _PART: Final = "summary.json.part"
 _RESERVED: Final = 16384
 """Bytes reserved on the disk for the summary, in case the disk is full at the end."""
@@ -107,7 +106,7 @@ class Recorder:
     metrics.jsonl   one object per step: `step`, `seconds` since the start, and the step's numbers
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
-    samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
+    samples.jsonl   some rows at intervals: prompt, completion, reward, other numbers, and those of each token
     logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
@@ -148,6 +147,8 @@ class Recorder:
         self._extra: dict[str, object] = {}
         self._first_step = self._recall()
         self._progress: Progress | None = None
+        self.newest: Mapping[str, float] = {}
+        """The numbers of the newest step."""
         self.shows_progress = True
         """True if a user is watching."""
         with ExitStack() as opened:  # closed if a later one fails
@@ -183,13 +184,17 @@ class Recorder:
 
         self._progress = Progress(count, done)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's."""
+    def step(self, step: int, values: Mapping[str, float], beside: Mapping[str, float] | None = None) -> None:
+        """Write a step's numbers. `reward` is the mean reward. `tokens`, if given, is added to the summary's.
+
+        `beside`: numbers for the line of progress alone.
+        """
         self._check()
         numbers = self._write_numbers(self._metrics, step, values)
         self._count(numbers)
+        self.newest = {**numbers, "step": float(step)}
         if self._progress:
-            self._progress.show(numbers)
+            self._progress.show(numbers, beside or {})
 
     def account(self, account: StepAccount) -> None:
         """Write what happened to prompts in a step or between two, if anything did."""
@@ -208,21 +213,13 @@ class Recorder:
         self._trackers.send(lambda tracker: tracker.metrics(step, numbers))
         return numbers
 
-    async def samples(self, step: int, batch: Batch) -> None:
-        """Write some rows of a batch, evenly spread over it."""
-        chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
-        texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
-        some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write some rows of a batch, as `Samples` returns them. Trackers get the texts and rewards."""
         self._check()
-        columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
-        if "prompt" in columns:
-            columns["prompt"] = [*map(prompt_text, columns["prompt"])]
-        if "rewards" in some:
-            columns["reward"] = some.rewards.tolist()
-        rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]
         for row in rows:
             _write_line(self._samples, {"step": step, **row})
-        self._trackers.send(lambda tracker: tracker.samples(step, rows))
+        shown = shown_in_trackers(rows)
+        self._trackers.send(lambda tracker: tracker.samples(step, shown))
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size in bytes of each growing file, flushed to disk."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from typing import Self, TypeVar, cast
 from meshrl import log
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
-from meshrl.events import EventLog, Step, clock, sink
+from meshrl.events import Event, EventLog, Gauge, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.remote import Remote, connect
@@ -23,8 +23,10 @@ from meshrl.roles import (
     PolicyConfig,
     RoleConfig,
     Sampler,
+    SamplerConfig,
     Stateful,
     check_axes,
+    function_of,
     implementation,
     planner_of,
 )
@@ -33,9 +35,12 @@ from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.engine import engine_of, wait_for_resources
 from meshrl.run.folder import changed_schedules, explain_disk_error, restart_warning, was_cut_short
+from meshrl.run.health import SPEED, Health, MeshOf, resident_bytes
 from meshrl.run.live import Control, Watch
 from meshrl.run.lock import FolderLock
+from meshrl.run.prometheus import MetricsServer, exposition
 from meshrl.run.recorder import Recorder, corrected, statistics
+from meshrl.run.samples import Samples
 from meshrl.run.trackers import Trackers
 from meshrl.tasks import DataCursor, data_cursor
 
@@ -82,10 +87,16 @@ class Run:
         self.engine: Engine = engine or engine_of(config, resolved or {})
         folder = Path(config.folder) / config.name
         self._lock = FolderLock(folder)
+        self._events: EventLog | None = None
+        self._metrics_server: MetricsServer | None = None
         try:
+            if config.metrics_port is not None:
+                self._metrics_server = MetricsServer(config.metrics_port, self._exposition)
             self._open(folder, resolved or {})
         except BaseException as error:
             self._lock.release()
+            if self._metrics_server:
+                self._metrics_server.close()
             if explained := explain_disk_error(error, folder):
                 raise explained from error
             raise
@@ -106,10 +117,12 @@ class Run:
         self._loop = self._step = 0
         self._step_began = clock()
         self._stepping = self._worked = False
-        self._events: EventLog | None = None
         self._outer: EventLog | None = None
         self._watch: Watch | None = None
         self._schedule: Schedule | None = None
+        self._health = Health()
+        self._learning: set[asyncio.Task[None]] = set()
+        self._samples = Samples(config.samples_rows, config.samples_tokens)
 
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
         config, check = self.config, self._lock.check
@@ -157,6 +170,8 @@ class Run:
             config = config.model_copy(update={"seed": self.seed})
         if self.config.server and getattr(role, "__name__", "") in ("Policy", "Sampler"):
             return cast("R", await self._at_server(self.config.server, config))
+        if isinstance(config, PolicyConfig | SamplerConfig) and self._samples.model is None:
+            self._samples.model = config
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
         self._mesh_config(config.mesh).check_takes(config)
@@ -170,6 +185,7 @@ class Run:
         mesh, planner = await asyncio.shield(reserving), await planner_of(config)
         shaped = mesh.shape(**config.axes) if config.axes else mesh
         actor = planned(limited(await shaped.spawn(cls, config), config.timeout), planner)
+        self._learn_operations(cls.__name__, config)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
@@ -186,6 +202,16 @@ class Run:
         policy = await self._server.policy(config)
         await self._checkpoints.adopt(place, policy)
         return policy
+
+    def _learn_operations(self, actor: str, config: RoleConfig) -> None:
+        """Learn what utilisation follows from, where it costs little: the model's library is here, or on GPUs."""
+        mesh = self._mesh_config(config.mesh)
+        is_cheap = self.config.engine == "local" or mesh.gpus > 0
+        if is_cheap and isinstance(config, ModelConfig) and function_of(config.backend, "FLOPS"):
+            place = MeshOf(config.mesh, mesh.ranks, mesh.gpus)
+            task = asyncio.create_task(self._health.learn(actor, config, place))
+            self._learning.add(task)
+            task.add_done_callback(self._learning.discard)
 
     async def keep(self, name: str, state: S) -> S:
         """Keep an object of the script, or an actor on a mesh, in checkpoints. Returns it, restored in a resumed run.
@@ -289,6 +315,9 @@ class Run:
             else:
                 no_more = f"steps = {count} asks for no more; set steps above {first}"
                 log.info(f"{self.recorder.folder} has {first} steps already, and {no_more}")
+        if self._events:
+            self._events.flush()
+            self._health.begin(self._events.now())
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
@@ -304,8 +333,8 @@ class Run:
         """Write the numbers of this step, and now and then some rows of the batch as samples.
 
         It adds numbers of the batch (rows, tokens, reward, staleness, ...) to the means of the metrics, and the
-        `effective_sample_size` of a corrected loss. It loads the columns that it writes: those with one value for each
-        row, and the texts of samples.
+        `effective_sample_size` of a corrected loss. It loads the columns that it writes: some with one value for each
+        row, and all those of samples. So samples have what was assigned to the batch before, such as `advantages`.
         """
         step, seconds = self._step, clock() - self._step_began
         stats = await statistics(batch, worked=self._worked) if batch is not None else {}
@@ -315,9 +344,33 @@ class Run:
         synced = {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
         values = {**metrics.means(), **corrected(metrics), **stats, **synced, **numbers}
         self._settle()
-        self.recorder.step(step, {**values, "step_s": seconds})
+        speeds = self._note_health(stats)
+        self.recorder.step(step, {**values, "step_s": seconds}, speeds)
         if batch is not None and step % self.config.samples_every == 0:
-            await self.recorder.samples(step, batch)
+            self.recorder.samples(step, await self._samples.of(batch))
+
+    def _note_health(self, stats: Mapping[str, float]) -> Mapping[str, float]:
+        """Record how the machines were used since the last record, as gauges. Returns the speeds."""
+        if self._events is None:
+            return {}
+        self._events.flush()
+        rows = stats.get("rows", 0.0)
+        drawn = rows * stats.get("completion_tokens", 0.0)
+        found = self._health.gauges(self._events.now(), drawn, rows, self._events.gauges)
+        for name, value in found.items():
+            self._events.emit(Gauge(name, self._events.now(), value))
+        return {name: value for name, value in found.items() if name.startswith(SPEED)}
+
+    def _tell(self, events: Sequence[Event], began: float) -> None:
+        self._health.see(events)
+        self._trackers.events(events, began)
+
+    def _exposition(self) -> str:
+        """The newest numbers for Prometheus."""
+        gauges = self._events.gauges if self._events else {}
+        memory = resident_bytes()
+        numbers = {**self.recorder.newest, **gauges, **({"memory": float(memory)} if memory else {})}
+        return exposition(self.config.name, numbers)
 
     def _settle(self) -> None:
         """Take the run's folder over, at the first step."""
@@ -331,8 +384,11 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._trackers.events)
+        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._tell)
         self._step_began = self.recorder.began = self._events.began
+        if self._metrics_server:
+            self._metrics_server.start()
+            log.info(f"the numbers of the run are at http://127.0.0.1:{self._metrics_server.port}/metrics")
         self._outer = sink.get()
         sink.set(self._events)
         if self.config.deterministic or self.config.replay:
@@ -345,8 +401,8 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for reservation in self._meshes.values():
-            reservation.cancel()
+        for task in (*self._meshes.values(), *self._learning):
+            task.cancel()
         if error is None:  # a script may leave its loop early
             try:
                 await self._evaluations.settle()
@@ -377,6 +433,8 @@ class Run:
         """Close the files. DataError if the disk is full, which is only logged if an error has ended the run."""
         if self._watch:
             self._watch.stop()
+        if self._metrics_server:
+            self._metrics_server.close()
         rest = self._cursor.account(self._step if self._stepping else None)
         if self._cursor.left_out:
             self.recorder.summary(left_out=self._cursor.left_out)

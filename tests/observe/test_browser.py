@@ -50,7 +50,7 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
         await expect(page.locator(".now")).to_contain_text("staleness1.5publications behind, at most 2 (ahead)")
         await expect(page.locator(".now")).to_contain_text(f"trainer waits for a batch 1.5 s3 of 64 groups {HOSTILE}")
         await expect(page.locator(".now")).to_contain_text("Sampler.generate 2.5 srank 0 (process 7 on here)")
-        await expect(page.locator(".sample .prompt")).to_have_text(HOSTILE)
+        await expect(page.locator(".said p").first).to_have_text(HOSTILE)
         await expect(page.locator("pre")).to_contain_text("onerror=window.hit=1")
 
         append(run / "metrics.jsonl", *metrics(1, first=3))
@@ -58,7 +58,9 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
         append(run / "samples.jsonl", {"step": 2, "prompt": "newer", "completion": "ok", "reward": 0.0})
         await expect(page.locator("header")).to_contain_text("0.125 → 0.375")
         await expect(page.locator("h3", has_text="reward")).to_contain_text("0.375")
-        await expect(page.locator(".sample .prompt")).to_have_text("newer")
+        await expect(page.locator(".rows [role=option]")).to_have_count(2)
+        await expect(page.locator(".rows [role=option]").first).to_contain_text("newer → ok")
+        await expect(page.locator(".said p").first).to_have_text(HOSTILE)  # what was open stays open
         assert await page.evaluate("data.steps.length") == 3
         assert await page.evaluate("data.lanes.map(({ began }) => began)") == [[2.5, 3.5, 4.5], [2, 3, 4]]
         assert await page.evaluate("data.curves[0].y") == [0.125, 0.25, 0.375]
@@ -80,23 +82,24 @@ async def test_what_was_chosen_stays_and_the_page_is_as_wide_as_its_window(run: 
     page = await browser.new_page()
     async with observe.Watcher(run).serving() as watcher:
         await page.goto(watcher.address)
-        await expect(page.locator(".chooser")).to_contain_text("step 20")
+        await expect(page.locator(".row-head h3")).to_have_text("step 20")
         await page.locator("summary").focus()
         await page.keyboard.press("Enter")
-        await page.locator(".chooser input").focus()
-        await page.keyboard.press("ArrowLeft")
-        await expect(page.locator(".chooser")).to_contain_text("step 0")
+        await page.locator(".rows").focus()
+        await page.keyboard.press("ArrowDown")
+        await expect(page.locator(".row-head h3")).to_have_text("step 0")
         append(run / "samples.jsonl", {"step": 40, "prompt": "newest", "completion": "ok", "reward": 0.0})
         append(run / "metrics.jsonl", *metrics(1, first=32))
         await expect(page.locator("header")).to_contain_text("0.125 → 4")
-        await expect(page.locator(".chooser input")).to_have_attribute("max", "2")
-        await expect(page.locator(".chooser")).to_contain_text("step 0")
-        await expect(page.locator(".chooser input")).to_be_focused()
+        await expect(page.locator(".count")).to_have_text("3 of 3 rows")
+        await expect(page.locator(".row-head h3")).to_have_text("step 0")
+        await expect(page.locator(".rows")).to_be_focused()
         await expect(page.locator("details")).to_have_attribute("open", "")
 
         append(run / "samples.jsonl", {"step": 41, "prompt": "long" * 99, "completion": "long" * 99, "reward": 1.0})
-        await page.locator(".chooser input").press("End")
-        await expect(page.locator(".sample .prompt")).to_have_text("long" * 99)
+        await expect(page.locator(".count")).to_have_text("4 of 4 rows")
+        await page.keyboard.press("Home")
+        await expect(page.locator(".said p").first).to_have_text("long" * 99)
         for width in (1400, 420):
             await page.set_viewport_size({"width": width, "height": 900})
             await page.wait_for_function(f"innerWidth === {width} && {FITS}")

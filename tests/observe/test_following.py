@@ -8,9 +8,10 @@ import pytest
 
 from meshrl.events import Restart
 from meshrl.observe import live
-from meshrl.observe.live import EVENTS, SAMPLES, LiveRun
+from meshrl.observe.live import EVENTS, LiveRun
 from meshrl.observe.page import POINTS, make_content
 from meshrl.observe.run_files import NOW, PAUSED, Now, Waits, ask, read_run
+from meshrl.observe.samples import ROWS
 from tests.observe.files import append, events, lines, metrics
 
 
@@ -43,7 +44,7 @@ def test_a_line_counts_once_it_is_whole_and_one_without_end_is_left_behind(tmp_p
         assert rewards(followed)["x"] == list(range(6))
         file.write(line[9:])
         assert rewards(followed)["x"] == list(range(7))
-        file.write(b"x" * (9 << 20) + b"\n" + lines(*metrics(1, first=7)))
+        file.write(b"x" * (40 << 20) + b"\n" + lines(*metrics(1, first=7)))
         assert rewards(followed)["x"] == list(range(8))
 
 
@@ -62,18 +63,36 @@ def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
 
 def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine", steps=4 * EVENTS)
-    append(folder / "samples.jsonl", *({"step": at, "prompt": "a"} for at in range(1000)))
+    append(folder / "samples.jsonl", *({"step": at, "prompt": "a"} for at in range(ROWS + 1000)))
     followed = LiveRun(folder)
     found = shown(followed)
     assert found["steps"][-1] == (4 * EVENTS - 1, 4.0 * EVENTS, 4.0 * EVENTS + 1)
     assert sum(len(lane["began"]) for lane in found["lanes"]) <= EVENTS
     assert found["staleness"] == [3 * 4 * EVENTS, 4 * EVENTS]
     assert found["dropped"] == {"stale": 4 * EVENTS}
+    assert [each["step"] for each in found.pop("samples")] == [*range(1000, 1000 + ROWS)]
     assert len(msgspec.json.encode(found)) < 1 << 20
-    assert [each["step"] for each in found["samples"]] == list(range(1000 - SAMPLES, 1000))
     reward = rewards(followed)
     assert len(reward["x"]) <= POINTS
     assert reward["y"] == pytest.approx([(first + (reward["x"][1] - 1) / 2) / 8 for first in reward["x"]], rel=1e-4)
+
+
+def test_the_tokens_of_a_row_are_read_where_its_line_is(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine")
+    file, followed = folder / "samples.jsonl", LiveRun(folder)
+    with file.open("ab") as opened:
+        opened.write(b"no line\n" + lines(*({"step": at, "tokens": {"tokens": [at]}} for at in range(1, ROWS + 2))))
+    heads = shown(followed)["samples"]
+    assert (heads[0]["at"], heads[0]["step"], heads[-1]["step"], heads[-1]["tokens"]) == (2, 2, ROWS + 1, True)
+    assert "1 lines of samples.jsonl cannot be read, and are left out." in followed.content()["notes"]
+    assert [followed.tokens(head["at"]) for head in (heads[0], heads[-1])] == [
+        b'{"tokens":[2]}',
+        b'{"tokens":[%d]}' % (ROWS + 1),
+    ]
+    assert [followed.tokens(at) for at in (-1, 1, ROWS + 2)] == [None] * 3
+    file.write_bytes(lines({"step": 0, "prompt": "of another run"}))
+    assert followed.tokens(heads[-1]["at"]) is None, "the file is another one by now"
+    assert [(head["at"], head["tokens"]) for head in shown(followed)["samples"]] == [(0, False)]
 
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:

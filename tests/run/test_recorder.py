@@ -80,11 +80,46 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path
     assert (step["staleness"], step["staleness_max"], step["effective_sample_size"]) == (1.75, 3.0, 0.5)
     assert (step["rows"], step["tokens"], step["reward"], step["lr"]) == (64.0, 96.0, 31.5, 0.5)
     found = lines(run.folder / "samples.jsonl")
-    assert len(found) == 10
-    said = {"completion": "c", "answer": "a", "reward_error": None, "reward": 0.0}
-    assert found[0] == {"step": 0, "prompt": "p0", **said}
-    assert found[7]["reward_error"] == "ValueError: no"
-    assert found[8:] == [{"step": 1, "prompt": "p0"}, {"step": 1, "prompt": "p1"}]
+    assert len(found) == 18
+    said = {"completion": "c", "answer": "a", "reward_error": None, "reward": 0.0, "staleness": 0, "length": 2}
+    assert found[0] == {"step": 0, "prompt": "p0", **said, "tokens": {"tokens": [1, 2]}}
+    assert found[15]["reward_error"] == "ValueError: no"
+    assert found[16:] == [{"step": 1, "prompt": "p0"}, {"step": 1, "prompt": "p1"}]
+
+
+async def test_samples_are_whole_groups_with_the_numbers_of_tokens_as_far_as_there_is_room(tmp_path: Path) -> None:
+    groups, lengths = np.repeat([7, 8, 9, 10], 3), [2, 4, 3, 5] * 3
+    tokens = Ragged.of([np.arange(length) for length in lengths], np.int32)
+    numbers = np.linspace(-1, 1, len(tokens.values)) / 3
+    mask = np.array([at > 0 for length in lengths for at in range(length)])
+    batch = Batch.of(
+        prompt=[[{"role": "user", "content": f"p{group}"}] for group in groups.tolist()],
+        groups=groups,
+        tokens=tokens,
+        loss_mask=Ragged(mask, tokens.offsets),
+        sampler_logprobs=Ragged(numbers.astype(np.float32), tokens.offsets),
+        advantages=Ragged(numbers.astype(np.float32), tokens.offsets),
+        experts=Ragged(np.zeros((len(numbers), 2, 2), np.int16), tokens.offsets),
+        rewards=np.array([np.nan] + [1.0] * 11, np.float32),
+        reward_right=np.arange(12, dtype=np.float32),
+        row=[{"any": "thing"}] * 12,
+    )
+    with capture_logs():
+        async with Run(RunConfig(folder=str(tmp_path), samples_rows=7, samples_tokens=17)) as run:
+            async for _ in run.steps(1):
+                await run.record(Metrics.of(loss=(1.0, 1.0)), batch)
+    found = lines(run.folder / "samples.jsonl")
+    assert [line["group"] for line in found] == [7, 7, 7, 10, 10, 10], "whole groups, the first and the last"
+    assert [line["length"] for line in found] == [2, 4, 3, 4, 3, 5]
+    assert ["tokens" in line for line in found] == [True, True, True, True, True, False], "16 of 17 tokens are taken"
+    second = cast("dict[str, list[float]]", found[1]["tokens"])
+    assert second.keys() == {"tokens", "loss_mask", "sampler_logprobs", "advantages"}
+    own = numbers[2:6].astype(np.float32).astype(np.float64)
+    assert second["sampler_logprobs"] == np.round(own, 5).tolist()
+    assert (second["tokens"], second["loss_mask"]) == ([0, 1, 2, 3], [0, 1, 1, 1])
+    assert found[1]["advantage"] == pytest.approx(own[1:].mean())
+    assert (found[0]["reward"], found[1]["reward"], found[1]["reward_right"]) == (None, 1, 1)
+    assert found[0]["prompt"] == "user: p7"
 
 
 @pytest.mark.parametrize(

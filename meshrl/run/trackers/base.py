@@ -21,6 +21,8 @@ from meshrl.run.folder import EVALUATIONS, METRICS, SAMPLES, read_lines
 from meshrl.user_code import load_name, where_raised
 
 _ID: Final = "run_id"
+_OF_SAMPLES: Final = ("prompt", "completion", "answer", "reward_error", "reward")
+"""What trackers get of a row."""
 _MAX_QUEUED: Final = 10_000
 """Messages that may wait for a tracker."""
 _PATIENCE: Final = 120.0
@@ -171,7 +173,7 @@ class Trackers:
             line for name in (METRICS, EVALUATIONS) for line in read_lines(folder / name, dict[str, float | None])
         ]
         rows = groupby(read_lines(folder / SAMPLES, dict[str, object]), key=lambda row: cast("int", row.pop("step")))
-        samples = [(step, list(some)) for step, some in rows]
+        samples = [(step, shown_in_trackers(list(some))) for step, some in rows]
         for queue in wanting:
             queue.put(partial(_recall, queue.tracker, numbers, samples))
 
@@ -201,6 +203,11 @@ class Trackers:
         deadline = time.monotonic() + _PATIENCE
         for queue in self._queues:
             queue.wait(deadline)
+
+
+def shown_in_trackers(rows: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+    """Return what trackers get of rows of samples.jsonl: texts and rewards."""
+    return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows]
 
 
 def _recall(
