@@ -24,8 +24,8 @@ class AgentConfig(Config):
     options: Mapping[str, JsonValue] = Field(default={})
     """For verifiers: arguments for loading the environment, as in the task."""
     command: tuple[str, ...] = ()
-    """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, and the row
-    is on its standard input as JSON. The last line of its output is the reward."""
+    """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, the same
+    with ANTHROPIC, and the row is on its standard input as JSON. The last line of its output is the reward."""
     reward: Annotated[str, CODE] = ""
     """A function that judges an episode, named as in `source`, async or not. It is called with the episode's
     transcripts, the task's row and what the program returned, or a command wrote, and returns the reward."""

@@ -165,13 +165,18 @@ class Conversation:
         """Number of answered turns."""
         return self._answers
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them."""
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, is_trial: bool = False) -> Prompt:
+        """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them.
+
+        `is_trial`: the prompt is looked at and not answered, so the log says nothing of a changed history.
+        """
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
         key, heard, turns, is_changed = self._followed(messages, tools)
         if is_changed or (turns and list(turns.values())[-1] not in self._transcripts):
-            self._compare(heard, turns, tools)
+            answers = self._put_back(heard, turns)
+            if not is_trial:
+                self._log_change(heard, turns, tools, answers)
         shown = [each.message for each in heard]
         for end, turn in reversed(turns.items()):
             behind = self._behind(shown, end, tools, turn)
@@ -329,8 +334,8 @@ class Conversation:
                 key = key_after(key, each.gist)
         return key, heard, turns, is_changed
 
-    def _compare(self, heard: list[Meaning], turns: Mapping[int, Turn], tools: Sequence[Tool]) -> None:
-        """Put dropped thoughts back into the answers of a history that branches, and log what was changed in it."""
+    def _put_back(self, heard: list[Meaning], turns: Mapping[int, Turn]) -> set[str]:
+        """Put dropped thoughts back into the answers of a history that branches. Returns their gists."""
         said = defaultdict[str, list[Meaning]](list)
         for turn in self._firsts:
             for answer in turn.heard[-1:]:
@@ -340,7 +345,13 @@ class Conversation:
             answer = said[heard[at].gist].pop() if said[heard[at].gist] else heard[at]
             if at + 1 not in turns and difference(answer, heard[at]) is None:
                 heard[at] = heard[at].as_said(answer)
-        gists, answers = [each.gist for each in heard], {heard[at].gist for at in known}
+        return {heard[at].gist for at in known}
+
+    def _log_change(
+        self, heard: Sequence[Meaning], turns: Mapping[int, Turn], tools: Sequence[Tool], answers: set[str]
+    ) -> None:
+        """Log what was changed in a history that branches. `answers`: the gists of its answers."""
+        gists = [each.gist for each in heard]
         found: tuple[tuple[int, int], Turn, Sequence[Meaning]] | None = None
         leaves = [leaf for leaf in reversed(self._transcripts) if leaf.heard]
         ended = [leaf for leaf in leaves if leaf.heard[-1].gist in answers]

@@ -72,17 +72,27 @@ def meanings_of(messages: Sequence[Message]) -> Sequence[Meaning]:
 
 def split_thoughts(text: str) -> tuple[Sequence[str], str]:
     """Return the texts outside of thoughts, and the thoughts. A thought without an end counts as text."""
-    texts, thoughts, inside, open_piece = list[str](), list[str](), False, ""
+    pieces = pieces_of(text)
+    thoughts = " ".join(piece for piece, is_thought in pieces if is_thought)
+    return [piece for piece, is_thought in pieces if not is_thought], " ".join(thoughts.split())
+
+
+def pieces_of(text: str) -> Sequence[tuple[str, bool]]:
+    """The texts and thoughts of which a text is made, in order, and whether each is a thought.
+
+    They have no tags. A thought without an end counts as text.
+    """
+    found, inside, open_piece = list[tuple[str, bool]](), False, ""
     pieces = _TAG.split(text)
     for piece, tag in zip(pieces[::2], [*pieces[1::2], None], strict=True):
         open_piece += piece
-        if tag == "/" and (inside or not texts):  # the first thought may lack its beginning
-            thoughts.append(open_piece)
-            texts, inside, open_piece = texts or [""], False, ""
+        if tag == "/" and (inside or not found):  # the first thought may lack its beginning
+            found.append((open_piece, True))
+            inside, open_piece = False, ""
         elif tag == "" and not inside:
-            texts.append(open_piece)
+            found.append((open_piece, False))
             inside, open_piece = True, ""
-    return [*texts, open_piece], " ".join(" ".join(thoughts).split())
+    return [*found, (open_piece, False)]
 
 
 def difference(recorded: Meaning, sent: Meaning) -> Difference | None:

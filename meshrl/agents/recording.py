@@ -158,6 +158,7 @@ async def record(
     opened = [gateway.open(sampling) for _ in range(sessions)]
     for session in opened:
         say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
+        say(f"export ANTHROPIC_BASE_URL={session.root}\nexport ANTHROPIC_API_KEY={session.token}")
     seen: dict[Turn, tuple[int, float]] = {}
     waiting: list[Over] = []
     warned = False
