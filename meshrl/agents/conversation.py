@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from meshrl import log
 from meshrl.agents.chat import Chat, Message, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import Batch, Ragged, Source, Span, masked_text
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
@@ -69,6 +69,8 @@ class Drawn:
     experts: NDArray[np.int16] | None = None
     """With `sampler.record_experts`, the experts of the prompt's and drawn tokens: int16[tokens, layers, experts per
     token]."""
+    mask: str | None = None
+    """The constraint under whose mask it was drawn, as `meshrl.data.Span` has it. None if it was drawn freely."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +284,8 @@ class Conversation:
         """One row for each turn that no other turn continues, in order, with all ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
-        `turn` (int32, for each learnt token the index of its answer in the session, -1 elsewhere), `oldest_version`,
+        `turn` (int32, for each learnt token the index of its answer in the session, -1 elsewhere), `masked` (which
+        learnt tokens were drawn under a constraint, as text, or None), `oldest_version`,
         `temperature`, `truncated` (true if any of its turns was). With `sampler.record_experts`, also the `experts` of
         each token when its turn was drawn. Each sampled token is learnt in exactly one row. If several turns continue a
         turn, it is learnt in the first of their rows. In the others it counts as prompt, with log-prob 0 and version
@@ -304,6 +307,7 @@ class Conversation:
             completion=[self._chat.decode(tokens[begin:], tokens[:begin]) for tokens, begin in texts],
             **ragged_columns(rows),
             turn=Ragged.of([row["turn"] for row in rows], np.int32),
+            masked=[_masked(path, row["turn"]) for path, row in zip(paths, rows, strict=True)],
             oldest_version=np.array([each.min() for each in versions], np.int32),
             temperature=np.array([path[-1].drawn.temperature for path in paths], np.float32),
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
@@ -463,6 +467,16 @@ def _token_columns(path: Sequence[Turn], learned: set[Turn]) -> Mapping[str, Arr
             parts[name] += [np.full(before, other, values.dtype), values if new else np.full(size, other, values.dtype)]
     learned.update(path)
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _masked(path: Sequence[Turn], numbers: Array) -> str | None:
+    """The spans of a row's learnt tokens that were drawn under a mask, given the turn of each token."""
+    spans = list[Span]()
+    for turn in path:
+        places = np.flatnonzero(numbers == turn.number)
+        if turn.drawn.mask is not None and len(places):
+            spans.append((int(places[0]), int(places[-1]) + 1, turn.drawn.mask))
+    return masked_text(spans)
 
 
 def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:

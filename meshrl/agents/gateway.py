@@ -34,16 +34,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.agents import messages, protocol
 from meshrl.agents.batcher import Answer, RequestBatcher
-from meshrl.agents.chat import Chat
+from meshrl.agents.chat import Chat, check_constraint
 from meshrl.agents.conversation import Conversation, Prompt
+from meshrl.agents.meaning import thought_end
 from meshrl.config import Config
-from meshrl.data import Batch
+from meshrl.data import Batch, Constraint
 from meshrl.errors import ConfigError, DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
 _LEFT: Final = 499
 """Status of an answer whose client has disconnected."""
+_TAIL: Final = 16
+"""Tokens of a prompt among which the tag of an open thought is looked for."""
 _KINDS: Final[Mapping[str, type[protocol.ModelRequest]]] = {
     "chat/completions": protocol.ChatRequest,
     "responses": protocol.ResponsesRequest,
@@ -273,7 +276,10 @@ class Gateway:
         if body.is_counted:
             counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
             return protocol.json_response(200, counted.whole())
-        answers = await self._drawn(session, request, asked, prompt)
+        constraint = asked.constraint(self._chat.calls, thought_end(self._chat.decode(prompt.tokens[-_TAIL:].tolist())))
+        if constraint is not None:
+            check_constraint(self._chat, constraint)
+        answers = await self._drawn(session, request, asked, prompt, constraint)
         choices = [protocol.Choice(asked.said(each.text, session.new_call), each.drawn) for each in answers]
         if session.id not in self._sessions or await request.is_disconnected():
             return Response(status_code=_LEFT)
@@ -284,7 +290,9 @@ class Gateway:
             return protocol.EventStream(reply.events(), self.config.timeout)
         return protocol.json_response(200, reply.whole())
 
-    async def _drawn(self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt) -> list[Answer]:
+    async def _drawn(
+        self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt, constraint: Constraint | None
+    ) -> list[Answer]:
         """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if 0 < size - len(prompt.added) <= self._chat.native_tokens:  # later turns keep the positions of the first
@@ -294,7 +302,10 @@ class Gateway:
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
         text = prompt.asked if isinstance(prompt.asked, str) else ""
-        draw = partial(self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops)
+        held = constraint.text if constraint else None
+        draw = partial(
+            self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops, constraint=held
+        )
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())

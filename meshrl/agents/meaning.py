@@ -95,6 +95,13 @@ def pieces_of(text: str) -> Sequence[tuple[str, bool]]:
     return [*found, (open_piece, False)]
 
 
+def thought_end(text: str) -> str:
+    """Return the tag that ends the thought with which a text ends. "" if it ends with none, or in its midst."""
+    tags = list(_TAG.finditer(text))
+    is_open = tags and not tags[-1].group(1) and not text[tags[-1].end() :].strip()
+    return f"{tags[-1].group()[0]}/{tags[-1].group()[1:]}" if is_open else ""
+
+
 def difference(recorded: Meaning, sent: Meaning) -> Difference | None:
     """Return the first difference in meaning, None if there is none.
 

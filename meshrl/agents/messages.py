@@ -6,12 +6,14 @@ text. An assistant's message is one, with its thoughts before the text that foll
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 from starlette.responses import Response
 
 from meshrl.agents.chat import Function, Message, Tool, ToolCall
+from meshrl.agents.forms import names_called, schema_form
 from meshrl.agents.meaning import pieces_of
 from meshrl.agents.protocol import (
     MODEL,
@@ -257,13 +259,15 @@ class CountRequest(ModelRequest, kw_only=True):
             raise DataError(
                 "messages: the last is the assistant's, and answers are not continued: end with a message of the user"
             )
-        if self.output_config and self.output_config.format:
-            raise DataError("output_config.format: what the model writes is not constrained: leave it out")
+        given = self.output_config.format if self.output_config else None
+        form = schema_form(given.get("schema"), "output_config.format") if given else None
         system = _text_of(self.system, "system")
         messages = [Message("system", system)] if system else []
         messages += [read for message in self.messages for read in message.read()]
-        choice = self.tool_choice.type if self.tool_choice else "auto"
-        return Asked(messages, None, offered([tool.read() for tool in self.tools or ()], choice))
+        choice = self.tool_choice or _Choice("auto")
+        tools = offered([tool.read() for tool in self.tools or ()], choice.type)
+        called = names_called(tools, {"any": "required", "tool": {"name": choice.name}}.get(choice.type, choice.type))
+        return Asked(messages, None, tools, form=form, called=called)
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -278,4 +282,4 @@ class MessagesRequest(CountRequest, kw_only=True):
         """Return the request. Raises DataError for unsupported features."""
         asked = super().read()
         stops = [text for text in self.stop_sequences or () if text]
-        return Asked(asked.prompt, self.max_tokens, asked.tools, stops=stops)
+        return replace(asked, limit=self.max_tokens, stops=stops)

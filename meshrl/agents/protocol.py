@@ -17,9 +17,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
+from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall, message_of
 from meshrl.agents.conversation import Drawn
+from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
+from meshrl.data import Branch, Constraint
 from meshrl.errors import DataError
 
 MODEL: Final = "policy"
@@ -55,6 +57,17 @@ class Asked:
     """True if a stream ends with the usage."""
     logprobs: bool = False
     """True if the answer has the log-prob of each token."""
+    form: Branch | None = None
+    """The form of an answer without a call. None if it is free."""
+    called: Sequence[str] = ()
+    """The tools of which the model must call one. Empty if it need not call any."""
+
+    def constraint(self, calls: CallForm, thought: str) -> Constraint | None:
+        """Return what the answer may be, None if anything. `thought`: the tag that ends an open thought, or ""."""
+        forms = call_forms(self.tools, self.called, calls)
+        if not self.called:
+            forms = [self.form, *forms] if self.form else []
+        return Constraint(tuple(forms), thought) if forms else None
 
     def said(self, text: str, new_id: Callable[[], str]) -> Message | str:
         """Return what the client gets of the model's text. `new_id`: makes the id of a tool call."""
@@ -376,17 +389,26 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 
 class _CompletionFields(ModelRequest, kw_only=True):
+    structured_outputs: Structured | None = None
     n: _Choices | None = None
     stop: str | list[str] | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: Count | None = None
 
     def _asked(
-        self, prompt: str | Sequence[Message], limit: int | None, tools: Sequence[Tool], *, logprobs: bool
+        self,
+        prompt: str | Sequence[Message],
+        limit: int | None,
+        tools: Sequence[Tool],
+        *,
+        logprobs: bool,
+        form: Branch | None = None,
+        called: Sequence[str] = (),
     ) -> Asked:
+        form = structured_form(self.structured_outputs, form)
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         usage = self.stream_options is not None and self.stream_options.include_usage
-        return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs)
+        return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs, form, called)
 
 
 class ChatRequest(_CompletionFields, kw_only=True):
@@ -404,10 +426,13 @@ class ChatRequest(_CompletionFields, kw_only=True):
         """Return the request. Raises DataError for unsupported features."""
         if self.top_logprobs:
             raise DataError("top_logprobs: only the sampled token's log-prob is available: set this to 0")
-        if self.response_format and self.response_format.get("type", "text") != "text":
-            raise DataError("response_format: what the model writes is not constrained: take text")
+        given = self.response_format or {}
+        schema = given.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        form = format_form(given.get("type"), schema, "response_format")
         messages, tools = [each.read() for each in self.messages], offered(self.tools, self.tool_choice)
-        return self._asked(messages, self.max_completion_tokens or self.max_tokens, tools, logprobs=bool(self.logprobs))
+        called, limit = names_called(tools, self.tool_choice), self.max_completion_tokens or self.max_tokens
+        return self._asked(messages, limit, tools, logprobs=bool(self.logprobs), form=form, called=called)
 
 
 class CompletionRequest(_CompletionFields, kw_only=True):
@@ -470,6 +495,7 @@ class _Tool(msgspec.Struct, omit_defaults=True):
 
 class _Format(msgspec.Struct):
     type: str = "text"
+    schema: Json | bool | None = None
 
 
 class _Text(msgspec.Struct):
@@ -492,8 +518,8 @@ class ResponsesRequest(ModelRequest, kw_only=True):
         """Return the request. Raises DataError for unsupported features."""
         if self.previous_response_id is not None:
             raise DataError("previous_response_id: answers are not kept: give the whole conversation as input")
-        if self.text and self.text.format and self.text.format.type != "text":
-            raise DataError("text.format: what the model writes is not constrained: take text")
+        given = self.text.format if self.text else None
+        form = format_form(given.type, given.schema, "text.format") if given else None
         items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
         is_thought = False
@@ -509,13 +535,12 @@ class ResponsesRequest(ModelRequest, kw_only=True):
             is_thought = item.type == "reasoning"
             messages.append(read)
         tools = offered([tool.read() for tool in self.tools or ()], self.tool_choice)
-        return Asked(messages, self.max_output_tokens, tools)
+        called = names_called(tools, self.tool_choice)
+        return Asked(messages, self.max_output_tokens, tools, form=form, called=called)
 
 
 def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
-    """The tools that the model may call. Raises DataError if the request forces a call."""
-    if choice not in (None, "auto", "none"):
-        raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
+    """The tools that the model may call."""
     return () if choice == "none" else tools or ()
 
 

@@ -55,6 +55,7 @@ from meshrl.roles.registry import (
     function_of,
     implementation,
     import_path,
+    masks_of,
     models_of,
     packages_of,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "function_of",
     "implementation",
     "import_path",
+    "masks_of",
     "memory_of",
     "models_of",
     "name_of_adapter",

@@ -58,6 +58,8 @@ class Row(msgspec.Struct, frozen=True):
     max_tokens: int
     """New tokens at most."""
     seed: int
+    rule: str = ""
+    """What holds the new tokens, as the engine reads it. Empty if nothing does."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
