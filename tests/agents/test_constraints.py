@@ -1,4 +1,4 @@
-"""Answers that are held to a schema, a call, an expression or choices, by a real model; and what is learned from them."""
+"""Answers of a real model that are held to a schema, a call, an expression or choices, and what is learned of them."""
 
 import json
 import re
