@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
 """Columns whose mean is reported, and the metric's name."""
+_TEXTS: Final = ("prompt", "completion", "answer", "reward_error", "judge_prompt", "judge_answer")
 _SAMPLED: Final = 8
 _PART: Final = "summary.json.part"
 _RESERVED: Final = 16384
@@ -107,7 +108,7 @@ class Recorder:
     metrics.jsonl   one object per step: `step`, `seconds` since the start, and the step's numbers
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
-    samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error
+    samples.jsonl   some rows at intervals: prompt, completion, reward, answer, reward_error, what a judge was asked
     logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
     """
@@ -211,7 +212,7 @@ class Recorder:
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
         chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
-        texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
+        texts = [name for name in _TEXTS if name in batch]
         some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
         self._check()
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
