@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 
-from meshrl.data import Constraint
+from meshrl.data import Constraint, Masks
 from meshrl.errors import BackendError, DataError
-from meshrl.roles import ModelConfig, function_of, masks_of
+from meshrl.roles import ModelConfig, backends_with, function_of, masks_of
 from meshrl.tags import without_special
 
 Tool: TypeAlias = Mapping[str, object]
@@ -131,23 +131,29 @@ def check_constraint(chat: Chat, constraint: Constraint) -> None:
     sampler, trainer = chat.backends
     masks, answers = masks_of(sampler), "an answer is not held to a schema, a call or another constraint"
     if masks == "none":
-        raise DataError(f'{answers}: the backend {sampler!r} cannot do it. Use sampler.backend = "torch" or "vllm"')
+        raise DataError(f"{answers}: the backend {sampler!r} cannot do it. {_other('Sampler', 'served', 'trained')}")
     if trainer and masks != "trained":
         raise DataError(
             f"{answers}: the backend {sampler!r} masks by rules of its own, so the policy would learn from log-probs "
-            'that it cannot compute. Train with sampler.backend = "torch", or record without training'
+            f"that it cannot compute. {_other('Sampler', 'trained')}, or record without training"
         )
     if trainer and masks_of(trainer) != "trained":
         raise DataError(
-            f"{answers}: the policy's backend {trainer!r} computes log-probs without masks. Use "
-            'policy.backend = "fsdp" or "torch"'
+            f"{answers}: the policy's backend {trainer!r} computes log-probs without masks. "
+            f"{_other('Policy', 'trained')}"
         )
     if masks == "plain" and not constraint.is_plain:
         raise DataError(
             f"{answers}: by the backend {sampler!r}, an answer can have one schema, expression or list of choices, "
-            'without calls of tools and without an open thought. Use sampler.backend = "torch" or "vllm"'
+            f"without calls of tools and without an open thought. {_other('Sampler', 'served', 'trained')}"
         )
     chat.check(constraint)
+
+
+def _other(role: str, *masks: Masks) -> str:
+    """What to set instead: a backend with this role and one of these masks."""
+    names = [name for name in backends_with(role) if masks_of(name) in masks]
+    return f"Use {role.lower()}.backend = {' or '.join(map(json.dumps, names))}"
 
 
 def read_chat(config: ModelConfig, policy: ModelConfig | None = None) -> Chat:

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from meshrl.agents.chat import LLAMA, CallForm, Message, Tool
+from meshrl.agents import LLAMA, CallForm, Message, Tool
 from meshrl.data import Batch, Constraint, Weights
 from meshrl.roles import Completion, ModelConfig, Sampling, SteppingSampler, completed
 

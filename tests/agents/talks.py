@@ -10,8 +10,7 @@ import httpx2
 import openai
 
 from meshrl import Batch, Sampling
-from meshrl.agents import Agent, Episode, Gateway, Message, Session, Tool
-from meshrl.agents.chat import HERMES
+from meshrl.agents import HERMES, Agent, Episode, Gateway, Message, Session, Tool
 from meshrl.data import Constraint
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 

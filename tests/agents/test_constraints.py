@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import meshrl as rl
-from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations, read_chat
-from meshrl.agents.chat import check_constraint
+from meshrl.agents import Agent, AgentConfig, Agents, Gateway, check_constraint, conversations, read_chat
 from meshrl.data import Branch, Constraint, masked_spans
 from meshrl.errors import DataError
 from meshrl.roles import implementation

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshrl.agents.chat import HERMES, LLAMA, Message, Tool
+from meshrl.agents import HERMES, LLAMA, Message, Tool
 from meshrl.data import Batch, Constraint
 from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
