@@ -24,6 +24,7 @@ from pydantic import Field
 from meshrl.config import Config
 from meshrl.data import Batch, prompt_text
 from meshrl.errors import ConfigError, DataError, Discard, described, shortened
+from meshrl.mesh import current_rank
 from meshrl.tasks.cells import fill
 
 NAME: Final = "judge"
@@ -114,8 +115,13 @@ class Judge:
     """Asks a model about rows, and remembers its answers."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises ConfigError if the key's variable is not set, or the package openai is missing."""
+        """Raises ConfigError if the key's variable is not set, the package openai is missing, or ranks divide groups."""
         self._config = config
+        if (ranks := current_rank().size) > 1 and config.by in ("ranking", "pairs"):
+            raise ConfigError(
+                f"reward.judge.by = {config.by!r} compares the completions of a prompt, and {ranks} ranks divide them: "
+                "give the reward a mesh of one rank, where one judge has `concurrency` questions in flight"
+            )
         self._key = os.environ.get(config.key_env, "") if config.key_env else "none"
         if not self._key:
             raise ConfigError(f"reward.judge.key_env: the environment variable {config.key_env} is not set here")
