@@ -115,7 +115,7 @@ class Judge:
     """Asks a model about rows, and remembers its answers."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises ConfigError if the key's variable is not set, the package openai is missing, or ranks divide groups."""
+        """Raises ConfigError if the key's variable is not set, openai is missing, or ranks divide groups."""
         self._config = config
         if (ranks := current_rank().size) > 1 and config.by in ("ranking", "pairs"):
             raise ConfigError(
