@@ -46,7 +46,7 @@ def player(servers: Sequence[str], turns: int, seconds: float, most: int) -> Sol
     async def solve(client: object, row: Mapping[str, object]) -> object:
         own: Any = client
         async with AsyncExitStack() as stack:
-            tools = [await _connected(stack, server, seconds) for server in servers]
+            tools = [await _connected(stack, server) for server in servers]
             owners = _owners(tools)
             offered = [shown for _, each in tools for shown in each]
             messages = _begin(row)
@@ -75,14 +75,14 @@ def _is_url(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-async def _connected(stack: AsyncExitStack, server: str, seconds: float) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+async def _connected(stack: AsyncExitStack, server: str) -> tuple[Any, Sequence[Mapping[str, Any]]]:
     """Connect to a server for as long as the stack lasts. Returns its client, and its tools as requests have them."""
     mcp, place = import_module("mcp"), server.partition(":")[2]
     if not _is_url(place):
         command, *arguments = shlex.split(place)
         place = mcp.StdioServerParameters(command=command, args=arguments)
     try:
-        client = await stack.enter_async_context(mcp.Client(place, read_timeout_seconds=seconds))
+        client = await stack.enter_async_context(mcp.Client(place))
         tools, cursor = list[Any](), None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -91,11 +91,18 @@ async def _connected(stack: AsyncExitStack, server: str, seconds: float) -> tupl
             if not cursor:
                 break
     except Exception as error:
-        raise Discard(f"the tools of {server} cannot be had: {described(error)}") from error
+        raise Discard(f"the tools of {server} cannot be had: {described(_first(error))}") from error
     functions = [
         {"name": each.name, "description": each.description or "", "parameters": each.input_schema} for each in tools
     ]
     return client, [{"type": "function", "function": function} for function in functions]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The exception of a group that came first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _owners(tools: Sequence[tuple[Any, Sequence[Mapping[str, Any]]]]) -> Mapping[str, Any]:
@@ -126,6 +133,6 @@ async def _called(owners: Mapping[str, Any], name: str, arguments: str, seconds:
     except failed as error:
         return f"Error: {error}"
     except Exception as error:
-        raise Discard(f"the server of the tool {name!r} is gone: {described(error)}") from error
+        raise Discard(f"the server of the tool {name!r} is gone: {described(_first(error))}") from error
     texts = [part.text if part.type == "text" else f"[a part of type {part.type}]" for part in result.content]
     return "\n".join(texts)
