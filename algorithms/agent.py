@@ -47,7 +47,7 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
     policy = await run.spawn(rl.Policy, config.policy)
     sampler = await run.spawn(rl.Sampler, config.sampler)
     reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
-    gateway = rl.Gateway(sampler, rl.read_chat(config.sampler), config.gateway)
+    gateway = rl.Gateway(sampler, rl.read_chat(config.sampler, config.policy), config.gateway)
     agents = rl.Agents(sampler, rl.Agent(config.agent, run.folder / "agents"), gateway)
 
     await rl.publish(policy, agents)

@@ -2,9 +2,13 @@
 
 from typing import Final
 
+from meshrl.data import Masks
 from meshrl_inference import CHAT, COUNTS, ENDS, TEXTS
 
-__all__ = ["CHAT", "COUNTS", "ENDS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
+__all__ = ["CHAT", "COUNTS", "ENDS", "MASKS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
+
+MASKS: Final[Masks] = "plain"
+"""Servers hold answers to plain constraints, under masks of their own."""
 
 ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""

@@ -1,10 +1,13 @@
 """The requests that vLLM's server and SGLang's need for the same operations."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Final, Protocol
 
+from meshrl.data import Branch
 from meshrl.errors import ModelError
 from meshrl_http.client import SHORT, Client, NoAnswerError, RefusedError
 
@@ -26,6 +29,8 @@ class Ask:
     stop: Sequence[str] = ()
     salt: str = "none"
     """Requests with different salts share no cached prefixes."""
+    branch: Branch | None = None
+    """What holds the new tokens. None if nothing does."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,7 @@ class _Sglang:
             "no_stop_trim": True,
             "skip_special_tokens": False,  # stop texts may have some
             **_PLAIN,
+            **_sglang_rule(ask.branch),
         }
         body: dict[str, object] = {
             "input_ids": list(ask.tokens),
@@ -225,7 +231,22 @@ def _completion(model: str, ask: Ask) -> dict[str, object]:
         "logprobs": 0,
         "return_token_ids": True,
         **_PLAIN,
+        **({"structured_outputs": _vllm_rule(ask.branch)} if ask.branch else {}),
     }
+
+
+def _vllm_rule(branch: Branch) -> Mapping[str, object]:
+    if branch.choices:
+        return {"choice": list(branch.choices)}
+    return {"json": branch.schema} if branch.regex is None else {"regex": branch.regex}
+
+
+def _sglang_rule(branch: Branch | None) -> Mapping[str, object]:
+    if branch is None:
+        return {}
+    if branch.schema is not None:
+        return {"json_schema": json.dumps(branch.schema)}
+    return {"regex": branch.regex or "|".join(f"({re.escape(choice)})" for choice in branch.choices)}
 
 
 def _piece(client: Client, ask: Ask, tokens: object, logprobs: object, reason: str, tag: str | None = None) -> Piece:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshrl.data import read_constraint
 from meshrl_http.dialects import Ask, Piece
 from meshrl_inference.engine_side.protocol import Done, Generate, Row
 from meshrl_torch.model.said import stopped_after
@@ -32,7 +33,11 @@ class Decoded:
     def ask(self, session: str, salt: str) -> Ask:
         """Return the next request for it."""
         self.tries += 1
-        order = self.order
+        order, rule = self.order, self.row.rule
+        if rule:  # a server would follow it from its beginning
+            self.tokens.clear()
+            self.logprobs.clear()
+            self.spans.clear()
         return Ask(
             name=f"{session}-{self.row.number}-{self.tries}.",  # no name may begin with another, or both abort
             tokens=[*np.frombuffer(self.row.tokens, np.int32).tolist(), *self.tokens],
@@ -44,6 +49,7 @@ class Decoded:
             ends=order.ends,
             stop=order.stop,
             salt=salt,
+            branch=read_constraint(rule, f"row {self.row.number}").branches[0] if rule else None,
         )
 
     def take(self, piece: Piece, load: int, words: Words) -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from meshrl.data import Constraint
+from meshrl.errors import DataError
 from meshrl.mesh import current_rank
 from meshrl.roles import Sampling, options_of
 from meshrl_http.options import HttpConfig
@@ -29,6 +31,15 @@ class HttpSampler(EngineSampler):
     @property
     def _recomputes(self) -> bool:
         return True
+
+    def rule_of(self, constraint: Constraint) -> str:
+        """Return the constraint's text. DataError unless it is plain: servers differ in all others."""
+        if not constraint.is_plain:
+            raise DataError(
+                f"{constraint.text[:200]}: a server holds an answer to a schema, an expression or choices alone, "
+                'without calls of tools and without an open thought: use sampler.backend = "torch" or "vllm"'
+            )
+        return constraint.text
 
     def _check_draws(self, sampling: Sampling) -> None:
         self._servers.check(sampling)

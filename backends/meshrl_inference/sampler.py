@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.data import BASE, ArrivalLog, Batch, Weights
+from meshrl.data import BASE, ArrivalLog, Batch, Constraint, Weights, read_constraint
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
@@ -238,6 +238,7 @@ class EngineSampler(Sampler):
         rollouts = Rollouts(self._words, prompts, sampling, adapters=self._ranks)
         request = rollouts.request
         self._check_known(request)
+        self._check_constraints(request)
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._versions)
         if not len(request.rows):
@@ -371,6 +372,24 @@ class EngineSampler(Sampler):
                     f"{self._engine.tokens - 1}: give it rows of the model's tokenizer"
                 )
 
+    def rule_of(self, constraint: Constraint) -> str:
+        """Return a constraint as the engine reads it. DataError if it cannot follow that."""
+        raise DataError(
+            f"{constraint.text[:200]}: the backend {self.kind.backend!r} does not hold answers to constraints: use "
+            'sampler.backend = "torch" or "vllm"'
+        )
+
+    def _check_constraints(self, request: Request) -> None:
+        """Raise DataError before the call begins if the engine cannot follow one."""
+        for index in np.flatnonzero(request.constraints != "").tolist():
+            where = f"row {request.rows[index]}"
+            self.rule_of(read_constraint(request.constraints[index], where))
+            if len(request.prefixes[int(request.prefix[index])]) > request.starts[index]:
+                raise DataError(
+                    f"{where} has a constraint and the beginning of its answer, which {self.kind.title} would not "
+                    'follow from there: draw the answer again from its start, or use sampler.backend = "torch"'
+                )
+
     def _begin(self, request: Request, sampling: Sampling) -> Call:
         self._listen()
         numbers = [next(self._numbers) for _ in request.rows]
@@ -385,7 +404,9 @@ class EngineSampler(Sampler):
             prefix, adapter = request.prefixes[int(request.prefix[index])], str(request.adapters[index])
             left = int(request.starts[index] + request.limits[index]) - len(prefix)
             seed = int(key(int(seeds[adapter]), int(request.numbers[index]))) & _SEEDS
-            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, seed, adapter))
+            text = str(request.constraints[index])
+            rule = self.rule_of(read_constraint(text, f"row {request.rows[index]}")) if text else ""
+            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, seed, adapter, rule))
         self._engine.send(
             protocol.Generate(
                 rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)

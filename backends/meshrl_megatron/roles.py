@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshrl.algo import Predicts
-from meshrl.data import DEFAULT_ADAPTER, Batch, Weights
+from meshrl.data import DEFAULT_ADAPTER, Batch, Weights, masked_spans
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import PolicyConfig, ReferenceConfig, RewardModelConfig
 from meshrl_megatron.model import Model, build, slices_of
@@ -134,6 +134,11 @@ class MegatronPolicy(SplitOverRanks, roles.TrainedPolicy):
     def check_rows(model: LanguageModel, batch: Batch) -> None:
         """Raise DataError if the model cannot read a batch's rows."""
         check_readable(model, batch)
+        if any(masked_spans(batch)):
+            raise DataError(
+                "rows were drawn under constraints, and the backend 'megatron' computes log-probs without their masks: "
+                'use policy.backend = "fsdp", or let the program ask for answers without a constraint'
+            )
         if COLUMN in batch:
             raise DataError(
                 f"`{COLUMN}` has the experts that a sampler chose, which the backend 'megatron' cannot use: "

@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from typing import Final
 
+from meshrl.data import Masks
 from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+
+MASKS: Final[Masks] = "served"
+"""Answers are held to any constraint, under masks of the engine's own."""
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",

@@ -108,6 +108,7 @@ class _VllmEngine:
                 detokenize=bool(order.stop),
                 skip_special_tokens=False,
                 logprobs=0,
+                structured_outputs=self._held(row.rule),
             )
             if row.adapter and row.adapter not in self._adapters:
                 self._without[row.number] = self._loaded
@@ -209,6 +210,9 @@ class _VllmEngine:
     def wake(self, names: list[str]) -> None:
         self._engine.wake_up(names)
 
+    def _held(self, rule: str) -> Any:
+        return self._vllm.sampling_params.StructuredOutputsParams(grammar=rule) if rule else None
+
     @property
     def _core(self) -> Any:
         return self._engine.engine_core.engine_core
@@ -227,6 +231,7 @@ class _VllmEngine:
 
 def _arguments(asked: Start) -> Any:
     from vllm import EngineArgs, __version__  # noqa: PLC0415 -- `start` has set its environment
+    from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
 
@@ -253,6 +258,7 @@ def _arguments(asked: Start) -> Any:
         enable_sleep_mode=asked.sleep and not cpu,  # on a CPU, sleeping frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=asked.memory_share,
+        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),  # the grammars of the torch sampler
         logprobs_mode="processed_logprobs",  # at the temperature, unlike raw ones
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),

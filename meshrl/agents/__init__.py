@@ -9,15 +9,29 @@ without training. These need `pip install 'meshrl[agents]'` and are loaded on fi
 from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.batcher import Answer, RequestBatcher
-from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
+from meshrl.agents.chat import (
+    HERMES,
+    LLAMA,
+    CallForm,
+    Chat,
+    Function,
+    Message,
+    Tool,
+    ToolCall,
+    check_constraint,
+    read_chat,
+)
 from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
 
 __all__ = [
+    "HERMES",
+    "LLAMA",
     "Agent",
     "AgentConfig",
     "Agents",
     "Answer",
+    "CallForm",
     "Chat",
     "Conversation",
     "Drawn",
@@ -34,6 +48,7 @@ __all__ = [
     "ToolCall",
     "Transcript",
     "Turn",
+    "check_constraint",
     "conversations",
     "load_agent",
     "load_reward",

@@ -200,6 +200,9 @@ class Agent:
             "OPENAI_BASE_URL": session.url,
             "OPENAI_API_KEY": session.token,
             "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": session.root,
+            "ANTHROPIC_API_KEY": session.token,
+            "ANTHROPIC_MODEL": MODEL,
             **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(hosts)),
         }
         config = self._config

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents.conversation import Drawn, Ints
-from meshrl.data import ADAPTER, Batch, Ragged, Source
+from meshrl.data import ADAPTER, CONSTRAINT, Batch, Ragged, Source, masked_spans
 from meshrl.errors import DataError
 from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
@@ -45,6 +45,7 @@ class _Pending:
     """Number of the prompt's tokens."""
     max_tokens: int
     adapter: str | None
+    constraint: str | None
     done: asyncio.Future[Answer]
 
 
@@ -71,12 +72,13 @@ class RequestBatcher:
         max_tokens: int | None,
         stop: Sequence[str],
         adapter: str | None = None,
+        constraint: str | None = None,
     ) -> Answer:
         """Draw after a prompt, int[tokens]. Returns no tokens if the model has no room.
 
         Raises what the sampler raises, and DataError if this is closed. `text` is that of a prompt without messages, or
         "". `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer. `adapter`: the one that
-        draws it, as rows name it.
+        draws it, as rows name it. `constraint`: the text of what holds the answer.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
@@ -90,6 +92,7 @@ class RequestBatcher:
             prompt=size,
             max_tokens=most if max_tokens is None else min(most, max_tokens),
             adapter=adapter,
+            constraint=constraint,
             done=asyncio.get_running_loop().create_future(),
         )
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
@@ -184,7 +187,9 @@ class RequestBatcher:
         new = slice(pending.prompt, None)
         temperature, truncated = float(batch.row("temperature")[row]), bool(batch.row("truncated")[row])
         experts = np.array(batch.ragged("experts")[row], np.int16) if "experts" in batch else None
-        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts)
+        spans = masked_spans(batch.select([row]))[0]
+        mask = spans[0][2] if spans else None
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts, mask)
         pending.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 
@@ -195,8 +200,9 @@ def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: 
 
 def _batch(rows: Sequence[_Pending]) -> Batch:
     """A batch of rows to continue, each limited to the tokens that the model has room for."""
-    adapters = [pending.adapter for pending in rows]
+    adapters, constraints = [pending.adapter for pending in rows], [pending.constraint for pending in rows]
     return Batch.of(
+        **({CONSTRAINT: constraints} if any(each is not None for each in constraints) else {}),
         **({ADAPTER: adapters} if any(each is not None for each in adapters) else {}),
         prompt=[pending.text for pending in rows],
         observation=[None] * len(rows),

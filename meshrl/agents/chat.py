@@ -4,12 +4,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 
-from meshrl.errors import BackendError
-from meshrl.roles import ModelConfig, function_of
+from meshrl.data import Constraint, Masks
+from meshrl.errors import BackendError, DataError
+from meshrl.roles import ModelConfig, backends_with, function_of, masks_of
 from meshrl.tags import without_special
 
 Tool: TypeAlias = Mapping[str, object]
@@ -63,8 +64,28 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return {name: value for name, value in shown.items() if value is not None}
 
 
+class CallForm(NamedTuple):
+    """How a model writes a call of a tool: the text before it, the key of its arguments, and the text after it."""
+
+    begin: str
+    key: str
+    end: str
+
+
+HERMES: Final = CallForm("<tool_call>\n", "arguments", "\n</tool_call>")
+LLAMA: Final = CallForm("", "parameters", "")
+
+
 class Chat(Protocol):
     """A tokenizer with a chat template."""
+
+    backends: tuple[str, str]
+    """The sampler's backend, and that of the policy that learns from what is drawn, or ""."""
+
+    @property
+    def calls(self) -> CallForm:
+        """How the model writes calls."""
+        ...
 
     @property
     def ends(self) -> frozenset[int]:
@@ -100,11 +121,46 @@ class Chat(Protocol):
         """The text of tokens that continue others, with special tokens by name, without those that end a turn."""
         ...
 
+    def check(self, constraint: Constraint) -> None:
+        """Raise DataError if no answer can be held to a constraint, such as one with a wrong schema."""
+        ...
 
-def read_chat(config: ModelConfig) -> Chat:
+
+def check_constraint(chat: Chat, constraint: Constraint) -> None:
+    """Raise DataError if the model's answers cannot be held to a constraint, or the policy cannot learn from them."""
+    sampler, trainer = chat.backends
+    masks, answers = masks_of(sampler), "an answer is not held to a schema, a call or another constraint"
+    if masks == "none":
+        raise DataError(f"{answers}: the backend {sampler!r} cannot do it. {_other('Sampler', 'served', 'trained')}")
+    if trainer and masks != "trained":
+        raise DataError(
+            f"{answers}: the backend {sampler!r} masks by rules of its own, so the policy would learn from log-probs "
+            f"that it cannot compute. {_other('Sampler', 'trained')}, or record without training"
+        )
+    if trainer and masks_of(trainer) != "trained":
+        raise DataError(
+            f"{answers}: the policy's backend {trainer!r} computes log-probs without masks. "
+            f"{_other('Policy', 'trained')}"
+        )
+    if masks == "plain" and not constraint.is_plain:
+        raise DataError(
+            f"{answers}: by the backend {sampler!r}, an answer can have one schema, expression or list of choices, "
+            f"without calls of tools and without an open thought. {_other('Sampler', 'served', 'trained')}"
+        )
+    chat.check(constraint)
+
+
+def _other(role: str, *masks: Masks) -> str:
+    """What to set instead: a backend with this role and one of these masks."""
+    names = [name for name in backends_with(role) if masks_of(name) in masks]
+    return f"Use {role.lower()}.backend = {' or '.join(map(json.dumps, names))}"
+
+
+def read_chat(config: ModelConfig, policy: ModelConfig | None = None) -> Chat:
     """Read the tokenizer and chat template of a role's model.
 
-    Raises ModelError if it has no chat template, and BackendError if its backend cannot converse.
+    `policy`: the table of the policy that learns from what is drawn, which says what the gateway refuses. Raises
+    ModelError if it has no chat template, and BackendError if its backend cannot converse.
     """
     read = function_of(config.backend, "CHAT")
     if read is None:
@@ -112,7 +168,9 @@ def read_chat(config: ModelConfig) -> Chat:
             f"backend {config.backend!r} does not say how its models converse, so agents cannot talk to one: it needs "
             "`CHAT`, as docs/tour.md has it"
         )
-    return cast("Callable[[ModelConfig], Chat]", read)(config)
+    chat = cast("Callable[[ModelConfig], Chat]", read)(config)
+    chat.backends = config.backend, policy.backend if policy else ""
+    return chat
 
 
 def key_after(key: bytes, value: object) -> bytes:

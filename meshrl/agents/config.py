@@ -1,4 +1,4 @@
-"""The table of an agent: which program talks to the model, and how it is found before a run."""
+"""The table of an agent: which program or tools talk to the model, and how they are found before a run."""
 
 import inspect
 import shutil
@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, JsonValue, model_validator
 
 from meshrl.agents.command import Runtime, check_runtime
+from meshrl.agents.tools import check_servers, player
 from meshrl.config import CODE, Config
 from meshrl.data import OnError
 from meshrl.errors import ConfigError
@@ -24,8 +25,17 @@ class AgentConfig(Config):
     options: Mapping[str, JsonValue] = Field(default={})
     """For verifiers: arguments for loading the environment, as in the task."""
     command: tuple[str, ...] = ()
-    """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, and the row
-    is on its standard input as JSON. The last line of its output is the reward."""
+    """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, the same
+    with ANTHROPIC, and the row is on its standard input as JSON. The last line of its output is the reward."""
+    tools: tuple[str, ...] = ()
+    """MCP servers whose tools the model calls, instead of a program: `mcp:URL`, or `mcp:` and a command. meshrl runs
+    the calls, and `reward` judges the episode."""
+    turns: int = Field(default=16, gt=0)
+    """With `tools`: answers of the model at most."""
+    tool_timeout: float = Field(default=60.0, gt=0)
+    """With `tools`: time limit of a call in seconds."""
+    tool_output: int = Field(default=20_000, gt=0)
+    """With `tools`: characters of a result that the model gets at most."""
     reward: Annotated[str, CODE] = ""
     """A function that judges an episode, named as in `source`, async or not. It is called with the episode's
     transcripts, the task's row and what the program returned, or a command wrote, and returns the reward."""
@@ -49,9 +59,14 @@ class AgentConfig(Config):
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
-        if bool(self.source) == bool(self.command or self.image):
+        if [bool(self.source), bool(self.command or self.image), bool(self.tools)].count(True) != 1:
             raise ValueError(
-                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"], or image'
+                'give one of source, such as "my_agent.py:solve", command, such as ["node", "agent.js"], or image, and '
+                'tools, such as ["mcp:http://127.0.0.1:8000/mcp"]'
+            )
+        if self.tools and not self.reward:
+            raise ValueError(
+                "with tools there is no program that returns a reward: name the function that judges, reward"
             )
         return self
 
@@ -62,6 +77,9 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
     A program in an image is not checked. Instead the container runtime is checked.
     """
     source = config.source
+    if config.tools:
+        check_servers(config.tools)
+        return player(config.tools, config.turns, config.tool_timeout, config.tool_output)
     if config.image:
         check_runtime(config.runtime)
         return None

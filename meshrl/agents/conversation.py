@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from meshrl import log
 from meshrl.agents.chat import Chat, Message, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
-from meshrl.data import Batch, Ragged, Source
+from meshrl.data import Batch, Ragged, Source, Span, masked_text
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
@@ -69,6 +69,8 @@ class Drawn:
     experts: NDArray[np.int16] | None = None
     """With `sampler.record_experts`, the experts of the prompt's and drawn tokens: int16[tokens, layers, experts per
     token]."""
+    mask: str | None = None
+    """The constraint under whose mask it was drawn, as `meshrl.data.Span` has it. None if it was drawn freely."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,13 +167,18 @@ class Conversation:
         """Number of answered turns."""
         return self._answers
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them."""
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, is_trial: bool = False) -> Prompt:
+        """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them.
+
+        `is_trial`: the prompt is looked at and not answered, so the log says nothing of a changed history.
+        """
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
         key, heard, turns, is_changed = self._followed(messages, tools)
         if is_changed or (turns and list(turns.values())[-1] not in self._transcripts):
-            self._compare(heard, turns, tools)
+            answers = self._put_back(heard, turns)
+            if not is_trial:
+                self._log_change(heard, turns, tools, answers)
         shown = [each.message for each in heard]
         for end, turn in reversed(turns.items()):
             behind = self._behind(shown, end, tools, turn)
@@ -277,7 +284,8 @@ class Conversation:
         """One row for each turn that no other turn continues, in order, with all ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
-        `turn` (int32, for each learnt token the index of its answer in the session, -1 elsewhere), `oldest_version`,
+        `turn` (int32, for each learnt token the index of its answer in the session, -1 elsewhere), `masked` (which
+        learnt tokens were drawn under a constraint, as text, or None), `oldest_version`,
         `temperature`, `truncated` (true if any of its turns was). With `sampler.record_experts`, also the `experts` of
         each token when its turn was drawn. Each sampled token is learnt in exactly one row. If several turns continue a
         turn, it is learnt in the first of their rows. In the others it counts as prompt, with log-prob 0 and version
@@ -299,6 +307,7 @@ class Conversation:
             completion=[self._chat.decode(tokens[begin:], tokens[:begin]) for tokens, begin in texts],
             **ragged_columns(rows),
             turn=Ragged.of([row["turn"] for row in rows], np.int32),
+            masked=[_masked(path, row["turn"]) for path, row in zip(paths, rows, strict=True)],
             oldest_version=np.array([each.min() for each in versions], np.int32),
             temperature=np.array([path[-1].drawn.temperature for path in paths], np.float32),
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
@@ -329,8 +338,8 @@ class Conversation:
                 key = key_after(key, each.gist)
         return key, heard, turns, is_changed
 
-    def _compare(self, heard: list[Meaning], turns: Mapping[int, Turn], tools: Sequence[Tool]) -> None:
-        """Put dropped thoughts back into the answers of a history that branches, and log what was changed in it."""
+    def _put_back(self, heard: list[Meaning], turns: Mapping[int, Turn]) -> set[str]:
+        """Put dropped thoughts back into the answers of a history that branches. Returns their gists."""
         said = defaultdict[str, list[Meaning]](list)
         for turn in self._firsts:
             for answer in turn.heard[-1:]:
@@ -340,7 +349,13 @@ class Conversation:
             answer = said[heard[at].gist].pop() if said[heard[at].gist] else heard[at]
             if at + 1 not in turns and difference(answer, heard[at]) is None:
                 heard[at] = heard[at].as_said(answer)
-        gists, answers = [each.gist for each in heard], {heard[at].gist for at in known}
+        return {heard[at].gist for at in known}
+
+    def _log_change(
+        self, heard: Sequence[Meaning], turns: Mapping[int, Turn], tools: Sequence[Tool], answers: set[str]
+    ) -> None:
+        """Log what was changed in a history that branches. `answers`: the gists of its answers."""
+        gists = [each.gist for each in heard]
         found: tuple[tuple[int, int], Turn, Sequence[Meaning]] | None = None
         leaves = [leaf for leaf in reversed(self._transcripts) if leaf.heard]
         ended = [leaf for leaf in leaves if leaf.heard[-1].gist in answers]
@@ -452,6 +467,16 @@ def _token_columns(path: Sequence[Turn], learned: set[Turn]) -> Mapping[str, Arr
             parts[name] += [np.full(before, other, values.dtype), values if new else np.full(size, other, values.dtype)]
     learned.update(path)
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _masked(path: Sequence[Turn], numbers: Array) -> str | None:
+    """The spans of a row's learnt tokens that were drawn under a mask, given the turn of each token."""
+    spans = list[Span]()
+    for turn in path:
+        places = np.flatnonzero(numbers == turn.number)
+        if turn.drawn.mask is not None and len(places):
+            spans.append((int(places[0]), int(places[-1]) + 1, turn.drawn.mask))
+    return masked_text(spans)
 
 
 def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:

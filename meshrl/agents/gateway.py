@@ -1,4 +1,6 @@
-"""The gateway: an OpenAI-compatible server in front of a sampler, which records what each session samples.
+"""The gateway: a server in front of a sampler, which records what each session samples.
+
+It speaks OpenAI's protocol and Anthropic's.
 
     async with Gateway(sampler, chat).serving() as gateway:
         session = gateway.open(sampling)
@@ -30,24 +32,49 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from meshrl.agents import protocol
+from meshrl.agents import messages, protocol
 from meshrl.agents.batcher import Answer, RequestBatcher
-from meshrl.agents.chat import Chat
+from meshrl.agents.chat import Chat, check_constraint
 from meshrl.agents.conversation import Conversation, Prompt
+from meshrl.agents.meaning import thought_end
 from meshrl.config import Config
-from meshrl.data import Batch
+from meshrl.data import Batch, Constraint
 from meshrl.errors import ConfigError, DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
 _LEFT: Final = 499
 """Status of an answer whose client has disconnected."""
-_KINDS: Final[Mapping[str, type[protocol.OpenAIRequest]]] = {
+_TAIL: Final = 16
+"""Tokens of a prompt among which the tag of an open thought is looked for."""
+_KINDS: Final[Mapping[str, type[protocol.ModelRequest]]] = {
     "chat/completions": protocol.ChatRequest,
     "responses": protocol.ResponsesRequest,
     "completions": protocol.CompletionRequest,
+    "messages": messages.MessagesRequest,
+    "messages/count_tokens": messages.CountRequest,
 }
 """The kind of request that each path takes."""
+
+
+_MODELS: Final[protocol.Json] = {
+    "object": "list",
+    "data": [
+        {
+            "id": protocol.MODEL,
+            "object": "model",
+            "type": "model",
+            "display_name": protocol.MODEL,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "meshrl",
+        }
+    ],
+    "has_more": False,
+    "first_id": protocol.MODEL,
+    "last_id": protocol.MODEL,
+}
+"""The list of models, as clients of both protocols read it."""
 
 
 class GatewayConfig(Config):
@@ -75,7 +102,7 @@ class Session:
     token: str = field(repr=False)
     """The bearer token of its requests."""
     url: str
-    """The base URL, ending with /v1."""
+    """The base URL of OpenAI's clients, ending with /v1."""
     sampling: Sampling
     conversation: Conversation = field(repr=False)
     failure: Exception | None = None
@@ -83,6 +110,11 @@ class Session:
     draws: dict["asyncio.Future[list[Answer]]", Prompt] = field(default_factory=dict, repr=False)
     """The answers that its requests wait for, each with its prompt."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
+
+    @property
+    def root(self) -> str:
+        """The base URL of Anthropic's clients: `url` without /v1."""
+        return self.url.removesuffix("/v1")
 
     def new_call(self) -> str:
         """A new id for a tool call."""
@@ -122,7 +154,7 @@ class Gateway:
         try:
             most = self.config.requests
             full = f"{most} requests are in flight, which is the most: try again (requests)"
-            answer = self._served if self._in_flight <= most else protocol.error_response(429, full)
+            answer = self._served if self._in_flight <= most else _failed(scope["path"], 429, full)
             await answer(scope, receive, send)
         finally:
             self._in_flight -= 1
@@ -195,36 +227,35 @@ class Gateway:
             await serving
             listening.close()
 
-    def _endpoint(self, kind: type[protocol.OpenAIRequest] | None) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(self, kind: type[protocol.ModelRequest] | None) -> Callable[[Request], Awaitable[Response]]:
         """Answer requests of this kind in an open session. Without a kind, list the models. Errors become responses."""
 
         async def endpoint(request: Request) -> Response:
+            failed = partial(_failed, request.url.path)
             session = self._session_of(request)
             if session is None:
-                return protocol.error_response(
-                    401, "no open session of this URL has this key: use the url and the token of one"
-                )
+                return failed(401, "no open session of this URL has this key: use the url and the token of one")
             if kind is None:
-                one = {"id": protocol.MODEL, "object": "model", "created": 0, "owned_by": "meshrl"}
-                return protocol.json_response(200, {"object": "list", "data": [one]})
+                return protocol.json_response(200, _MODELS)
             try:
                 return await self._answered(session, request, protocol.decoded(await self._body(request), kind))
             except ClientDisconnect:
                 return Response(status_code=_LEFT)
             except TimeoutError:
-                return protocol.error_response(408, "the body did not come in time (timeout)")
+                return failed(408, "the body did not come in time (timeout)")
             except _Refused as error:
-                return error.response
+                return failed(error.status, str(error), error.code)
             except (DataError, _SamplerFailed) as error:
-                return protocol.error_response(400 if isinstance(error, DataError) else 500, str(error))
+                return failed(400 if isinstance(error, DataError) else 500, str(error))
 
         return endpoint
 
     def _session_of(self, request: Request) -> Session | None:
         session = self._sessions.get(str(request.path_params.get("session")))
         kind, _, token = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(token.strip().encode(), (session.token if session else "").encode())
-        return session if session and right and kind.lower() == "bearer" else None
+        key = token if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        right = hmac.compare_digest(key.strip().encode(), (session.token if session else "").encode())
+        return session if session and right else None
 
     async def _body(self, request: Request) -> bytes:
         most, body = self.config.body_mib << 20, bytearray()
@@ -235,14 +266,20 @@ class Gateway:
                     raise _Refused(413, f"the body has more than {self.config.body_mib} MiB (body_mib)")
         return bytes(body)
 
-    async def _answered(self, session: Session, request: Request, body: protocol.OpenAIRequest) -> Response:
+    async def _answered(self, session: Session, request: Request, body: protocol.ModelRequest) -> Response:
         """Draw answers, record them and send them, unless the client has gone."""
         asked, conversation = body.read(), session.conversation
         if isinstance(asked.prompt, str):
             prompt = conversation.ask_text(asked.prompt)
         else:
-            prompt = conversation.ask(asked.prompt, asked.tools)
-        answers = await self._drawn(session, request, asked, prompt)
+            prompt = conversation.ask(asked.prompt, asked.tools, is_trial=body.is_counted)
+        if body.is_counted:
+            counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
+            return protocol.json_response(200, counted.whole())
+        constraint = asked.constraint(self._chat.calls, thought_end(self._chat.decode(prompt.tokens[-_TAIL:].tolist())))
+        if constraint is not None:
+            check_constraint(self._chat, constraint)
+        answers = await self._drawn(session, request, asked, prompt, constraint)
         choices = [protocol.Choice(asked.said(each.text, session.new_call), each.drawn) for each in answers]
         if session.id not in self._sessions or await request.is_disconnected():
             return Response(status_code=_LEFT)
@@ -253,7 +290,9 @@ class Gateway:
             return protocol.EventStream(reply.events(), self.config.timeout)
         return protocol.json_response(200, reply.whole())
 
-    async def _drawn(self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt) -> list[Answer]:
+    async def _drawn(
+        self, session: Session, request: Request, asked: protocol.Asked, prompt: Prompt, constraint: Constraint | None
+    ) -> list[Answer]:
         """Draw the requested number of answers. Raises ClientDisconnect if the client has gone."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if 0 < size - len(prompt.added) <= self._chat.native_tokens:  # later turns keep the positions of the first
@@ -263,7 +302,10 @@ class Gateway:
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
         text = prompt.asked if isinstance(prompt.asked, str) else ""
-        draw = partial(self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops)
+        held = constraint.text if constraint else None
+        draw = partial(
+            self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops, constraint=held
+        )
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())
@@ -297,7 +339,8 @@ class _Refused(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.response: Final = protocol.error_response(status, message, code)
+        self.status: Final = status
+        self.code: Final = code
 
 
 def _no_room(message: str) -> _Refused:
@@ -342,8 +385,12 @@ def _protocol(seconds: float) -> type[H11Protocol]:
 
 
 async def _unknown(request: Request, _: Exception) -> Response:
-    return protocol.error_response(
-        404,
-        f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, /s/ID/v1/responses "
-        "and /s/ID/v1/completions, and GET /s/ID/v1/models are",
-    )
+    served = ", ".join(f"/s/ID/v1/{path}" for path in _KINDS)
+    told = f"{request.method} {request.url.path} is not served: POST {served}, and GET /s/ID/v1/models are"
+    return _failed(request.url.path, 404, told)
+
+
+def _failed(path: str, status: int, message: str, code: str | None = None) -> Response:
+    """An error response in the form of the path's protocol."""
+    form = messages.error_response if "/v1/messages" in path else protocol.error_response
+    return form(status, message, code)

@@ -72,17 +72,34 @@ def meanings_of(messages: Sequence[Message]) -> Sequence[Meaning]:
 
 def split_thoughts(text: str) -> tuple[Sequence[str], str]:
     """Return the texts outside of thoughts, and the thoughts. A thought without an end counts as text."""
-    texts, thoughts, inside, open_piece = list[str](), list[str](), False, ""
+    pieces = pieces_of(text)
+    thoughts = " ".join(piece for piece, is_thought in pieces if is_thought)
+    return [piece for piece, is_thought in pieces if not is_thought], " ".join(thoughts.split())
+
+
+def pieces_of(text: str) -> Sequence[tuple[str, bool]]:
+    """The texts and thoughts of which a text is made, in order, and whether each is a thought.
+
+    They have no tags. A thought without an end counts as text.
+    """
+    found, inside, open_piece = list[tuple[str, bool]](), False, ""
     pieces = _TAG.split(text)
     for piece, tag in zip(pieces[::2], [*pieces[1::2], None], strict=True):
         open_piece += piece
-        if tag == "/" and (inside or not texts):  # the first thought may lack its beginning
-            thoughts.append(open_piece)
-            texts, inside, open_piece = texts or [""], False, ""
+        if tag == "/" and (inside or not found):  # the first thought may lack its beginning
+            found.append((open_piece, True))
+            inside, open_piece = False, ""
         elif tag == "" and not inside:
-            texts.append(open_piece)
+            found.append((open_piece, False))
             inside, open_piece = True, ""
-    return [*texts, open_piece], " ".join(" ".join(thoughts).split())
+    return [*found, (open_piece, False)]
+
+
+def thought_end(text: str) -> str:
+    """Return the tag that ends the thought with which a text ends. "" if it ends with none, or in its midst."""
+    tags = list(_TAG.finditer(text))
+    is_open = tags and not tags[-1].group(1) and not text[tags[-1].end() :].strip()
+    return f"{tags[-1].group()[0]}/{tags[-1].group()[1:]}" if is_open else ""
 
 
 def difference(recorded: Meaning, sent: Meaning) -> Difference | None:

@@ -17,9 +17,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
+from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall, message_of
 from meshrl.agents.conversation import Drawn
+from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
+from meshrl.data import Branch, Constraint
 from meshrl.errors import DataError
 
 MODEL: Final = "policy"
@@ -31,8 +33,10 @@ _THOUGHT: Final = re.compile("(</?think>)")
 """Tags that are separate pieces of a stream. Clients such as pydantic-ai see a thought by these."""
 _TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-_Json: TypeAlias = dict[str, Any]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Json: TypeAlias = dict[str, Any]
+"""An object of JSON."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""A number of tokens."""
 _Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
@@ -53,6 +57,17 @@ class Asked:
     """True if a stream ends with the usage."""
     logprobs: bool = False
     """True if the answer has the log-prob of each token."""
+    form: Branch | None = None
+    """The form of an answer without a call. None if it is free."""
+    called: Sequence[str] = ()
+    """The tools of which the model must call one. Empty if it need not call any."""
+
+    def constraint(self, calls: CallForm, thought: str) -> Constraint | None:
+        """Return what the answer may be, None if anything. `thought`: the tag that ends an open thought, or ""."""
+        forms = call_forms(self.tools, self.called, calls)
+        if not self.called:
+            forms = [self.form, *forms] if self.form else []
+        return Constraint(tuple(forms), thought) if forms else None
 
     def said(self, text: str, new_id: Callable[[], str]) -> Message | str:
         """Return what the client gets of the model's text. `new_id`: makes the id of a tool call."""
@@ -87,14 +102,14 @@ class Reply(ABC):
     """Decodes the tokens whose log-probs are returned."""
 
     @abstractmethod
-    def whole(self) -> _Json:
+    def whole(self) -> Json:
         """The answer in one piece."""
 
     @abstractmethod
-    def events(self) -> Iterator[_Json | bytes]:
+    def events(self) -> Iterator[Json | bytes]:
         """The answer in pieces, each a value or its JSON."""
 
-    def _usage(self, prompt: str, drawn: str) -> _Json:
+    def _usage(self, prompt: str, drawn: str) -> Json:
         """The numbers of tokens, under these names and `total_tokens`."""
         count = sum(len(choice.drawn.tokens) for choice in self.choices)
         return {prompt: self.prompt_tokens, drawn: count, "total_tokens": self.prompt_tokens + count}
@@ -103,7 +118,7 @@ class Reply(ABC):
 class CompletionReply(Reply):
     """The answer to `/v1/chat/completions` or `/v1/completions`."""
 
-    def whole(self) -> _Json:
+    def whole(self) -> Json:
         """The answer in one piece."""
         name = "text" if self._is_text else "message"
         choices = [
@@ -111,7 +126,7 @@ class CompletionReply(Reply):
         ]
         return {**self._head("chat.completion"), "choices": choices, **self._counts}
 
-    def events(self) -> Iterator[_Json | bytes]:
+    def events(self) -> Iterator[Json | bytes]:
         """The answer in pieces."""
         head = self._head("chat.completion.chunk") | ({"usage": None} if self.asked.usage else {})
         for index, choice in enumerate(self.choices):
@@ -126,13 +141,13 @@ class CompletionReply(Reply):
         return isinstance(self.asked.prompt, str)
 
     @property
-    def _counts(self) -> _Json:
+    def _counts(self) -> Json:
         return {"usage": self._usage("prompt_tokens", "completion_tokens")}
 
-    def _head(self, kind: str) -> _Json:
+    def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": "text_completion" if self._is_text else kind, "created": 0, "model": MODEL}
 
-    def _choice(self, index: int, choice: Choice, content: _Json, ends: bool = True) -> _Json:
+    def _choice(self, index: int, choice: Choice, content: Json, ends: bool = True) -> Json:
         return {
             "index": index,
             **content,
@@ -140,7 +155,7 @@ class CompletionReply(Reply):
             "finish_reason": choice.reason if ends else None,
         }
 
-    def _logprobs(self, drawn: Drawn) -> _Json:
+    def _logprobs(self, drawn: Drawn) -> Json:
         tokens, logprobs = [self.chat.decode([token]) for token in drawn.tokens.tolist()], drawn.logprobs.tolist()
         if self._is_text:
             return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
@@ -150,14 +165,14 @@ class CompletionReply(Reply):
         ]
         return {"content": content}
 
-    def _pieces(self, index: int, choice: Choice) -> Iterator[_Json]:
+    def _pieces(self, index: int, choice: Choice) -> Iterator[Json]:
         content = _content(choice.said)
         if isinstance(content, str):
             yield self._choice(index, choice, {"text": content})
             return
         calls, text = content.pop("tool_calls", []), content.pop("content")
         pieces = list(filter(None, _THOUGHT.split(text or ""))) or [text]
-        deltas: list[_Json] = [{"content": piece} for piece in pieces]
+        deltas: list[Json] = [{"content": piece} for piece in pieces]
         deltas[0] |= content
         if calls:
             deltas.append({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]})
@@ -168,7 +183,7 @@ class CompletionReply(Reply):
 def _content(said: Message | str) -> Any:
     if isinstance(said, str):
         return said
-    message: _Json = {"role": said.role, "content": said.content or (None if said.tool_calls else "")}
+    message: Json = {"role": said.role, "content": said.content or (None if said.tool_calls else "")}
     if said.tool_calls:
         message["tool_calls"] = msgspec.to_builtins(said.tool_calls)
     return message
@@ -177,18 +192,18 @@ def _content(said: Message | str) -> Any:
 class ResponsesReply(Reply):
     """The answer to `/v1/responses`."""
 
-    def whole(self) -> _Json:
+    def whole(self) -> Json:
         """The answer in one piece."""
         usage = self._usage("input_tokens", "output_tokens")
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         status = "incomplete" if self.choices[0].drawn.truncated else "completed"
         return {**self._head(status, self._output()), "usage": dict(sorted((usage | details).items()))}
 
-    def events(self) -> Iterator[_Json | bytes]:
+    def events(self) -> Iterator[Json | bytes]:
         """The answer in pieces."""
         return ({**event, "sequence_number": number} for number, event in enumerate(self._events()))
 
-    def _head(self, status: str, output: Sequence[_Json]) -> _Json:
+    def _head(self, status: str, output: Sequence[Json]) -> Json:
         return {
             "id": self.id,
             "object": "response",
@@ -203,22 +218,22 @@ class ResponsesReply(Reply):
             "tools": [],
         }
 
-    def _output(self) -> list[_Json]:
+    def _output(self) -> list[Json]:
         said = self.choices[0].said
         text, calls = (said, ()) if isinstance(said, str) else (said.content, said.tool_calls)
-        part: _Json = {"type": "output_text", "text": text, "annotations": []}
-        message: _Json = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": [part]}
-        items: list[_Json] = [message] if text or not calls else []
+        part: Json = {"type": "output_text", "text": text, "annotations": []}
+        message: Json = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": [part]}
+        items: list[Json] = [message] if text or not calls else []
         for call in calls:
-            head: _Json = {"type": "function_call", "id": f"fc_{self.id}_{call.id}", "call_id": call.id}
+            head: Json = {"type": "function_call", "id": f"fc_{self.id}_{call.id}", "call_id": call.id}
             items.append({**head, "name": call.function.name, "arguments": call.function.arguments})
         return [{**item, "status": "completed"} for item in items]
 
-    def _events(self) -> Iterator[_Json]:
+    def _events(self) -> Iterator[Json]:
         yield {"type": "response.created", "response": self._head("in_progress", [])}
         for index, item in enumerate(self._output()):
-            place: _Json = {"output_index": index, "item_id": item["id"]}
-            emptied: _Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
+            place: Json = {"output_index": index, "item_id": item["id"]}
+            emptied: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
             begun = {**item, **emptied, "status": "in_progress"}
             yield {"type": "response.output_item.added", "output_index": index, "item": begun}
             for kind, fields in _grown(item):
@@ -228,7 +243,7 @@ class ResponsesReply(Reply):
         yield {"type": f"response.{ended['status']}", "response": ended}
 
 
-def _grown(item: _Json) -> Iterator[tuple[str, _Json]]:
+def _grown(item: Json) -> Iterator[tuple[str, Json]]:
     """The events between an item's beginning and its end."""
     if item["type"] == "function_call":
         arguments = item["arguments"]
@@ -247,23 +262,28 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Iterable[_Json | bytes], seconds: float) -> None:
+    def __init__(self, events: Iterable[Json | bytes], seconds: float) -> None:
         super().__init__(None, headers={"cache-control": "no-store"})
         del self.headers["content-length"]
-        self._events = [event if isinstance(event, bytes) else msgspec.json.encode(event) for event in events]
+        self._events = [b"data: " + event if isinstance(event, bytes) else _event(event) for event in events]
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Each waits until the client has read the previous ones."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for event in self._events:
-            body = b"data: " + event + b"\n\n"
             async with asyncio.timeout(self._seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": event + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
-def json_response(status: int, body: _Json, headers: Mapping[str, str] | None = None) -> Response:
+def _event(event: Json) -> bytes:
+    """The lines of an event. It has the name of its type, if it has one."""
+    kind = event.get("type")
+    return (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(event)
+
+
+def json_response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Response:
     """A response with a JSON body."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
@@ -271,12 +291,17 @@ def json_response(status: int, body: _Json, headers: Mapping[str, str] | None = 
 def error_response(status: int, message: str, code: str | None = None) -> Response:
     """An error response in OpenAI's form."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    text = message.encode(errors="backslashreplace").decode()
-    error = {"message": text, "type": kind, "param": None, "code": code}
-    return json_response(status, {"error": error}, {"retry-after": "1"} if status == 429 else None)
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return failed_response(status, {"error": error})
 
 
-_Content: TypeAlias = str | list[_Json] | None
+def failed_response(status: int, body: Json) -> Response:
+    """A response with an error, in a protocol's form. Its `error` has a `message`, of any text."""
+    body["error"]["message"] = body["error"]["message"].encode(errors="backslashreplace").decode()
+    return json_response(status, body, {"retry-after": "1"} if status == 429 else None)
+
+
+_Content: TypeAlias = str | list[Json] | None
 
 
 def _text_of(content: _Content) -> str:
@@ -284,17 +309,17 @@ def _text_of(content: _Content) -> str:
     return "".join(map(_part_of, content)) if isinstance(content, list) else content or ""
 
 
-def _part_of(part: _Json) -> str:
+def _part_of(part: Json) -> str:
     kind = str(part.get("type"))
     if "thinking" in kind or "reasoning" in kind:
-        return _thinking(part)
+        return tagged_thought(part)
     if kind not in _TEXTS:
         raise DataError(f"a message has a part of type {kind!r}, and only text is read")
     return str(part.get("text") or part.get("refusal") or "")
 
 
-def _thinking(value: object) -> str:
-    """A thought as most models write it before the text. "" if there is none."""
+def tagged_thought(value: object) -> str:
+    """The text of a thought as most models write it before the text. "" if there is none."""
     thought = _thought_in(value)
     return f"<think>\n{thought}\n</think>\n\n" if thought else ""
 
@@ -310,7 +335,7 @@ def _thought_in(value: Any, depth: int = 4) -> str:
 
 class _Function(msgspec.Struct):
     name: str
-    arguments: str | _Json | None = None
+    arguments: str | Json | None = None
 
     def called(self, name: str | None) -> ToolCall:
         given = self.arguments
@@ -339,7 +364,7 @@ class _Message(msgspec.Struct):
         text = _text_of(self.content)
         if self.role == "assistant" and not split_thoughts(text)[1]:
             fields = self.reasoning_content, self.reasoning, self.thinking, self.thinking_blocks, self.reasoning_details
-            text = next(filter(None, map(_thinking, fields)), "") + text
+            text = next(filter(None, map(tagged_thought, fields)), "") + text
         calls = tuple(call.function.called(call.id) for call in self.tool_calls or ())
         return Message(self.role, text, self.name, calls, self.tool_call_id)
 
@@ -348,41 +373,52 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class OpenAIRequest(msgspec.Struct, kw_only=True):
+class ModelRequest(msgspec.Struct, kw_only=True):
     """The fields of every kind of request."""
 
     model: str
     """Ignored: the policy always answers."""
     stream: bool | None = None
     reply: ClassVar[type[Reply]] = CompletionReply
+    is_counted: ClassVar[bool] = False
+    """True if the answer is the prompt's number of tokens."""
 
     def read(self) -> Asked:
         """Return the request. Raises DataError for unsupported features."""
         raise NotImplementedError
 
 
-class _CompletionFields(OpenAIRequest, kw_only=True):
+class _CompletionFields(ModelRequest, kw_only=True):
+    structured_outputs: Structured | None = None
     n: _Choices | None = None
     stop: str | list[str] | None = None
     stream_options: _StreamOptions | None = None
-    max_tokens: _Count | None = None
+    max_tokens: Count | None = None
 
     def _asked(
-        self, prompt: str | Sequence[Message], limit: int | None, tools: Sequence[Tool], *, logprobs: bool
+        self,
+        prompt: str | Sequence[Message],
+        limit: int | None,
+        tools: Sequence[Tool],
+        *,
+        logprobs: bool,
+        form: Branch | None = None,
+        called: Sequence[str] = (),
     ) -> Asked:
+        form = structured_form(self.structured_outputs, form)
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         usage = self.stream_options is not None and self.stream_options.include_usage
-        return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs)
+        return Asked(prompt, limit, tools, self.n or 1, [text for text in texts if text], usage, logprobs, form, called)
 
 
 class ChatRequest(_CompletionFields, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    max_completion_tokens: _Count | None = None
-    tools: list[_Json] | None = None
-    tool_choice: str | _Json | None = None
-    response_format: _Json | None = None
+    max_completion_tokens: Count | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    response_format: Json | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -390,10 +426,13 @@ class ChatRequest(_CompletionFields, kw_only=True):
         """Return the request. Raises DataError for unsupported features."""
         if self.top_logprobs:
             raise DataError("top_logprobs: only the sampled token's log-prob is available: set this to 0")
-        if self.response_format and self.response_format.get("type", "text") != "text":
-            raise DataError("response_format: what the model writes is not constrained: take text")
-        messages, tools = [each.read() for each in self.messages], _offered(self.tools, self.tool_choice)
-        return self._asked(messages, self.max_completion_tokens or self.max_tokens, tools, logprobs=bool(self.logprobs))
+        given = self.response_format or {}
+        schema = given.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        form = format_form(given.get("type"), schema, "response_format")
+        messages, tools = [each.read() for each in self.messages], offered(self.tools, self.tool_choice)
+        called, limit = names_called(tools, self.tool_choice), self.max_completion_tokens or self.max_tokens
+        return self._asked(messages, limit, tools, logprobs=bool(self.logprobs), form=form, called=called)
 
 
 class CompletionRequest(_CompletionFields, kw_only=True):
@@ -421,7 +460,7 @@ class _Item(msgspec.Struct):
     content: _Content = ""
     call_id: str = ""
     name: str = ""
-    arguments: str | _Json | None = None
+    arguments: str | Json | None = None
     output: _Content = ""
     summary: Any = None
 
@@ -429,7 +468,7 @@ class _Item(msgspec.Struct):
         if self.type == "function_call":
             return Message("assistant", tool_calls=(_Function(self.name, self.arguments).called(self.call_id),))
         if self.type == "reasoning":
-            return Message("assistant", _text_of(self.content) or _thinking(self.summary))
+            return Message("assistant", _text_of(self.content) or tagged_thought(self.summary))
         if self.type == "function_call_output":
             return Message("tool", _text_of(self.output), tool_call_id=self.call_id)
         if self.type != "message" or self.role not in ("system", "developer", "user", "assistant"):
@@ -444,7 +483,7 @@ class _Tool(msgspec.Struct, omit_defaults=True):
     type: str
     name: str = ""
     description: str | None = None
-    parameters: _Json | None = None
+    parameters: Json | None = None
 
     def read(self) -> Tool:
         """Return the tool as chat templates read it. Raises DataError for tools that OpenAI hosts."""
@@ -456,20 +495,21 @@ class _Tool(msgspec.Struct, omit_defaults=True):
 
 class _Format(msgspec.Struct):
     type: str = "text"
+    schema: Json | bool | None = None
 
 
 class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class ResponsesRequest(OpenAIRequest, kw_only=True):
+class ResponsesRequest(ModelRequest, kw_only=True):
     """`/v1/responses`."""
 
     input: str | list[_Item]
     instructions: str | None = None
-    max_output_tokens: _Count | None = None
+    max_output_tokens: Count | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | _Json | None = None
+    tool_choice: str | Json | None = None
     text: _Text | None = None
     previous_response_id: str | None = None
     reply: ClassVar[type[Reply]] = ResponsesReply
@@ -478,8 +518,8 @@ class ResponsesRequest(OpenAIRequest, kw_only=True):
         """Return the request. Raises DataError for unsupported features."""
         if self.previous_response_id is not None:
             raise DataError("previous_response_id: answers are not kept: give the whole conversation as input")
-        if self.text and self.text.format and self.text.format.type != "text":
-            raise DataError("text.format: what the model writes is not constrained: take text")
+        given = self.text.format if self.text else None
+        form = format_form(given.type, given.schema, "text.format") if given else None
         items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
         is_thought = False
@@ -494,18 +534,17 @@ class ResponsesRequest(OpenAIRequest, kw_only=True):
                 read = Message("assistant", last.content + read.content, tool_calls=last.tool_calls + read.tool_calls)
             is_thought = item.type == "reasoning"
             messages.append(read)
-        tools = _offered([tool.read() for tool in self.tools or ()], self.tool_choice)
-        return Asked(messages, self.max_output_tokens, tools)
+        tools = offered([tool.read() for tool in self.tools or ()], self.tool_choice)
+        called = names_called(tools, self.tool_choice)
+        return Asked(messages, self.max_output_tokens, tools, form=form, called=called)
 
 
-def _offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
-    """The tools that the model may call. Raises DataError if the request forces a call."""
-    if choice not in (None, "auto", "none"):
-        raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
+def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
+    """The tools that the model may call."""
     return () if choice == "none" else tools or ()
 
 
-def decoded(body: bytes, kind: type[OpenAIRequest]) -> OpenAIRequest:
+def decoded(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
     """Parse a request. Raises DataError that names the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)

@@ -25,7 +25,7 @@ from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import PER_TOKEN, Transcript, Turn, ragged_columns
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.data import Batch
+from meshrl.data import MASKED, Batch
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
 
@@ -112,6 +112,7 @@ class Recording:
             "completion": self.chat.decode(drawn, tokens[: -len(drawn)]),
             **{name: batch.ragged(name)[row].tolist() for name in PER_TOKEN},
             **{name: batch.row(name)[row].item() for name in _PER_ROW},
+            **({MASKED: masked} if (masked := batch.objects(MASKED)[row]) is not None else {}),
         }
 
     def _prompt(self, transcript: Transcript, tokens: Sequence[int]) -> str:
@@ -158,6 +159,7 @@ async def record(
     opened = [gateway.open(sampling) for _ in range(sessions)]
     for session in opened:
         say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
+        say(f"export ANTHROPIC_BASE_URL={session.root}\nexport ANTHROPIC_API_KEY={session.token}")
     seen: dict[Turn, tuple[int, float]] = {}
     waiting: list[Over] = []
     warned = False
@@ -197,12 +199,12 @@ def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> l
 def recorded(batch: Batch) -> Batch:
     """Restore the columns of a task's rows that `meshrl record` wrote, token for token.
 
-    Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature` and `truncated` from the
-    table in each row's `row`. Raises DataError if they are missing.
+    Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature`, `truncated` and
+    `masked` from the table in each row's `row`. Raises DataError if they are missing.
     """
     rows = cast("tuple[Mapping[str, Any], ...]", batch.objects("row") if len(batch) else ())
     for number, row in enumerate(rows):
         if lacks := [name for name in (*PER_TOKEN, *_PER_ROW) if name not in row]:
             raise DataError(f"row {number} has no {lacks[0]!r}: `meshrl record` did not write these rows")
     per_row = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _PER_ROW.items()}
-    return batch.assign(**ragged_columns(rows), **per_row)
+    return batch.assign(**ragged_columns(rows), **per_row, masked=[row.get(MASKED) for row in rows])

@@ -6,13 +6,26 @@ Columns are numpy arrays without padding, with one value for each row or each to
 Weights travel from a policy to samplers by name, in buckets of shared memory. Each tensor has a fingerprint, so that a
 sampler can prove what it has. `delta` sends only what changed.
 
-A reward that is unknown is NaN (`with_rewards`).
+An answer may be held to a `Constraint`; what was drawn under it is marked by its column `masked`. A reward that is
+unknown is NaN (`with_rewards`).
 """
 
 from meshrl.data.adapters import ADAPTER, BASE, DEFAULT_ADAPTER, adapters_of
 from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
+from meshrl.data.constraints import (
+    CONSTRAINT,
+    MASKED,
+    UNREPEATED,
+    Branch,
+    Constraint,
+    Masks,
+    Span,
+    masked_spans,
+    masked_text,
+    read_constraint,
+)
 from meshrl.data.delta import WeightSource
 from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
@@ -26,15 +39,21 @@ from meshrl.data.weights import AdapterOf, ArrivalLog, Probe, Weights
 __all__ = [
     "ADAPTER",
     "BASE",
+    "CONSTRAINT",
     "DEFAULT_ADAPTER",
+    "MASKED",
     "OUTCOMES",
+    "UNREPEATED",
     "AdapterOf",
     "ArrivalLog",
     "Batch",
+    "Branch",
     "Bucket",
     "Column",
+    "Constraint",
     "Entry",
     "LossResult",
+    "Masks",
     "Message",
     "Metrics",
     "OnError",
@@ -44,6 +63,7 @@ __all__ = [
     "Ragged",
     "RemoteColumn",
     "Source",
+    "Span",
     "WeightSource",
     "Weights",
     "adapters_of",
@@ -53,12 +73,15 @@ __all__ = [
     "is_ragged",
     "known_mean",
     "lengths",
+    "masked_spans",
+    "masked_text",
     "messages_in",
     "pickled",
     "private",
     "prompt_in",
     "prompt_text",
     "raw",
+    "read_constraint",
     "unlearned",
     "why_unknown",
     "with_rewards",

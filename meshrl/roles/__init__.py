@@ -57,6 +57,7 @@ from meshrl.roles.registry import (
     function_of,
     implementation,
     import_path,
+    masks_of,
     models_of,
     packages_of,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "function_of",
     "implementation",
     "import_path",
+    "masks_of",
     "memory_of",
     "models_of",
     "name_of_adapter",

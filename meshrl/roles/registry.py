@@ -14,6 +14,8 @@ these attributes too. All functions are given as import paths:
   model's config.json.
 - `FLOPS`: a function that returns the operations of a pass over a row (`meshrl.roles.Flops`), from the same.
 - `READS`: a function that says how a table's model reads rows, from its config.json. ModelError if it cannot.
+- `MASKS`: how the sampler can constrain what the model writes (see `meshrl.data.Masks`). "trained" of a policy: it
+  computes log-probs under such masks. The default is "none".
 - `CHAT`: a function that reads the chat format of a table's model (`meshrl.agents`).
 
 The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
@@ -33,6 +35,7 @@ from types import ModuleType
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 from meshrl.config import Config
+from meshrl.data import Masks
 from meshrl.errors import BackendError, did_you_mean
 
 R = TypeVar("R")
@@ -127,6 +130,11 @@ def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
 def models_of(backend: str) -> Models:
     """Return what a backend's roles do with the model of their table. BackendError as in `implementation`."""
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
+
+
+def masks_of(backend: str) -> Masks:
+    """Return how a backend constrains what a model writes. BackendError as in `implementation`."""
+    return cast("Masks", getattr(_module(backend), "MASKS", "none"))
 
 
 def axes_of(role: str, backend: str) -> Sequence[str]:

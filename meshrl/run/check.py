@@ -211,7 +211,7 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
         return mistakes, doubts
     prompt, answer, row = first_row(task)
     completions = ("", next(iter(accepted(answer)), ""))
-    for name, function in reward.parts.items():
+    for name, function in reward.called.items():
         tried = try_reward(function, cast("str", prompt), completions, row | {"answer": answer}, _PATIENCE)
         errors = [error for _, error in tried if error]
         key = f"reward.functions.{name}" if name else "reward.function"
@@ -300,7 +300,7 @@ def _checks(
     if isinstance(table, TeacherConfig) and policy:
         yield partial(check_teacher, policy, table)
     if isinstance(table, RewardConfig) and uses_model(table) == "none":
-        for function in table.parts.values():
+        for function in table.called.values():
             yield partial(load_function, function)
     if isinstance(table, EnvironmentConfig) and uses_model(table) == "none":
         yield partial(load_environment, table)

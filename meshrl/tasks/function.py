@@ -30,6 +30,8 @@ from meshrl.data import OUTCOMES, Batch, OnError, Prompt, with_rewards
 from meshrl.errors import ConfigError, described, did_you_mean, is_unknown
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, reasoning_format, reasoning_gym
+from meshrl.tasks.judge import NAME as JUDGE
+from meshrl.tasks.judge import Judge, JudgeConfig, Judged
 from meshrl.tasks.sandbox import check_safe, code_tests
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import UserCode, has_processes
@@ -85,8 +87,8 @@ class RewardConfig(RoleConfig):
     """The backend that implements the role."""
     function: Function = "exact_match"
     """The reward function: `exact_match`, `numeric_answer`, `math_answer`, `reasoning_format`, `reasoning_gym` (the
-    dataset's scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or `package.module:name`. In Python also the
-    function itself.
+    dataset's scorer), `code_tests` (`sandbox.code_tests`), `judge` (a model, of the table `judge`), `file.py:name` or
+    `package.module:name`. In Python also the function itself.
 
     Beware of scorers that give partial credit: some give nearly full marks to junk after the right answer.
     """
@@ -95,6 +97,8 @@ class RewardConfig(RoleConfig):
     weighted sum."""
     weights: Mapping[str, float] = Field(default={})
     """Weights of `functions`, as a table with the same names, or as a list in the same order. Default: 1 each."""
+    judge: JudgeConfig | None = None
+    """The model that judges, if `judge` is among the functions."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function that run at once."""
     row_timeout: float | None = Field(default=None, gt=0)
@@ -139,6 +143,11 @@ class RewardConfig(RoleConfig):
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
+        if (self.judge is None) == (JUDGE in self.parts.values()):
+            raise ValueError(
+                'function "judge" and the table `judge` belong together: give [reward.judge] a url and a model, and '
+                'name "judge" as the function or among `functions`'
+            )
         if self.functions and "function" in self.model_fields_set:
             raise ValueError("`function` is one reward and `functions` are several: remove one of them")
         for name in self.functions:
@@ -165,6 +174,11 @@ class RewardConfig(RoleConfig):
         """Each function by the name of its reward. "" is the name of a single function."""
         return self.functions or {"": self.function}
 
+    @property
+    def called(self) -> Mapping[str, str | Callable[..., object]]:
+        """The parts that are functions: all but the judge."""
+        return {name: function for name, function in self.parts.items() if function != JUDGE}
+
 
 def _holds_a_model(backend: str) -> bool:
     """True if a backend's reward is a model, which needs another table than `RewardConfig`."""
@@ -174,7 +188,8 @@ def _holds_a_model(backend: str) -> bool:
 @dataclass(frozen=True)
 class _Part:
     name: str
-    function: RewardFunction
+    function: RewardFunction | None
+    """None: the judge."""
     shipped: bool
     weight: float
 
@@ -185,11 +200,12 @@ class FunctionReward(Reward):
     def __init__(self, config: RewardConfig) -> None:
         if "code_tests" in config.parts.values() and not config.unsafe:
             check_safe()
-        functions = placed([*config.parts.values()], config.row_timeout)
+        functions = dict(zip(config.called, placed([*config.called.values()], config.row_timeout), strict=True))
         self._parts = [
-            _Part(name, function, not is_own(given), config.weights.get(name, 1.0))
-            for (name, given), function in zip(config.parts.items(), functions, strict=True)
+            _Part(name, functions.get(name), not is_own(given), config.weights.get(name, 1.0))
+            for name, given in config.parts.items()
         ]
+        self._judge = Judge(config.judge) if config.judge else None
         self._concurrency = config.concurrency
         self._on_error: OnError = config.errors
         self._errors = FirstErrors(f"a reward function raised; its row gets {OUTCOMES[config.errors]}")
@@ -197,24 +213,29 @@ class FunctionReward(Reward):
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. For `functions`, also add `reward_NAME`, float32, before its weight.
 
+        With a judge also add `judge_prompt` and `judge_answer`, text or None, and with its repeats
+        `reward_judge_agreement`, float32.
+
         A function's `row` is the task's, with the rendered `answer`. `reward_NAME` is NaN where its function does not
         judge the row, or failed and does not count as 0.
         """
         prompts, completions = batch.objects("prompt"), batch.objects("completion")
         answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
         rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
+        judged = await self._judge.judge(batch) if self._judge else None
 
         async def one(call: int) -> tuple[float, str | None]:
             index, at = divmod(call, len(self._parts))
             part = self._parts[at]
+            if part.function is None:
+                return self._told(part, *_outcome(judged, index))
             row = cast("Row", rows[index])
             # The user's function may change its row, but a batch is immutable.
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = copy.copy(answers[index])
             value, error = await boundary(part.function, cast("str", prompts[index]), str(completions[index]), row)
-            text = self._errors.told(error) if error else None
-            return value, f"{part.name}: {text}" if text and part.name else text
+            return self._told(part, value, error)
 
         size = len(self._parts)
         scored = await gathered(one, len(batch) * size, self._concurrency)
@@ -231,8 +252,20 @@ class FunctionReward(Reward):
             values[failed] = np.nan
         names = [part.name for part in self._parts if part.name]
         return with_rewards(batch, rewards, errors, self._on_error).assign(
-            **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)}
+            **{f"reward_{name}": values[:, at].astype(np.float32) for at, name in enumerate(names)},
+            **(judged.columns() if judged else {}),
         )
+
+    def _told(self, part: _Part, value: float, error: BaseException | None) -> tuple[float, str | None]:
+        """Return a value, and its error as text with the name of its function."""
+        text = self._errors.told(error) if error else None
+        return value, f"{part.name}: {text}" if text and part.name else text
+
+
+def _outcome(judged: Judged | None, row: int) -> tuple[float, BaseException | None]:
+    """Return a row's verdict, or NaN and why there is none."""
+    score = judged.scores[row] if judged else math.nan
+    return (math.nan, score) if isinstance(score, Exception) else (score, None)
 
 
 class Loaded:

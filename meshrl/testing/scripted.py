@@ -4,8 +4,8 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from meshrl.agents import Message, Tool
-from meshrl.data import Batch, Weights
+from meshrl.agents import LLAMA, CallForm, Message, Tool
+from meshrl.data import Batch, Constraint, Weights
 from meshrl.roles import Completion, ModelConfig, Sampling, SteppingSampler, completed
 
 END: Final = "\0"
@@ -19,6 +19,8 @@ class ScriptedChat:
 
     ends: frozenset[int] = frozenset({0})
     max_tokens = native_tokens = 1 << 20
+    backends: tuple[str, str] = ("fake", "")
+    calls: CallForm = LLAMA
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render the lines, and `assistant: `. A turn's end precedes each line except the first."""
@@ -37,6 +39,9 @@ class ScriptedChat:
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode the characters, without those that end a turn."""
         return "".join(map(chr, tokens)).replace(END, "")
+
+    def check(self, constraint: Constraint) -> None:
+        """Raise nothing: the backend `fake` refuses every constraint."""
 
 
 def reply(text: str) -> str:

@@ -10,7 +10,8 @@ import httpx2
 import openai
 
 from meshrl import Batch, Sampling
-from meshrl.agents import Agent, Episode, Gateway, Message, Session, Tool
+from meshrl.agents import HERMES, Agent, Episode, Gateway, Message, Session, Tool
+from meshrl.data import Constraint
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -24,6 +25,8 @@ class ChatML:
 
     ends = frozenset({0})
     max_tokens = native_tokens = 1 << 20
+    backends = ("fake", "")
+    calls = HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         shown: list[Any] = [message.shown() for message in messages]
@@ -37,6 +40,9 @@ class ChatML:
 
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         return "".join(map(chr, tokens)).replace(PAIR, "th").replace(END, "")
+
+    def check(self, constraint: Constraint) -> None:
+        """The backend refuses every constraint."""
 
 
 def merged(text: str) -> str:

@@ -342,8 +342,8 @@ async def test_a_command_in_a_container_that_ends_with_its_episode(docker: Path)
     assert (episode.reward, episode.error) == (1.0, None)
     info, run = asked.read_text("utf-8").splitlines()[:2]
     assert info == "info"
-    names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY", "no_proxy")
-    variables = " ".join(f"--env {name}" for name in names)
+    names = (f"{of}_{name}" for of in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY", "MODEL"))
+    variables = " ".join(f"--env {name}" for name in (*names, "NO_PROXY", "no_proxy"))
     options = r"run --rm --init --interactive --network host --name meshrl-\w{16}"
     assert re.match(f"{options} {variables} node:22 {sys.executable} -c", run)
 

@@ -85,7 +85,7 @@ def whole(first: str, drawn: Sequence[str], sent: Any) -> str:
     """The tokens of an unchanged history: the first prompt, then in turn what was drawn, and what the client sent."""
     answers = iter(drawn)
     text, added = first + next(answers), ""
-    items = sent.get("messages") or sent["input"]
+    items = [item for each in sent.get("messages") or sent["input"] for item in items_of(each)]
     begin = next(index for index, each in enumerate(items) if is_answer(each))
     for is_said, group in groupby(items[begin:], is_answer):
         each = list(group)
@@ -99,12 +99,18 @@ def whole(first: str, drawn: Sequence[str], sent: Any) -> str:
     return text
 
 
+def items_of(message: Any) -> Sequence[Any]:
+    """Results of tools, which Anthropic's client has in one message of the user, or the message."""
+    results = [part for part in message.get("content") or () if "tool_use_id" in part]
+    return [{"role": "tool", "content": part["content"]} for part in results] or [message]
+
+
 def is_answer(item: Any) -> bool:
     return item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning")
 
 
 def text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def turns_of(file: str, speaks: Speaks, *names: str) -> Iterator[Any]:
@@ -120,6 +126,7 @@ def turns_of(file: str, speaks: Speaks, *names: str) -> Iterator[Any]:
         *turns_of("pydantic_ai_agent.py", call_following, "plain", "streamed", "solve", "responses"),
         *turns_of("litellm_agent.py", call_following, "plain", "streamed", "solve"),
         *turns_of("autogen_agent.py", call_following, "plain", "streamed", "solve"),
+        *turns_of("anthropic_agent.py", call_following, "plain", "streamed", "solve"),
         *turns_of("smolagents_agent.py", write_code, "plain", "streamed"),
         *turns_of("mini_swe_agent.py", call_bash, "plain"),
         *turns_of("mini_swe_agent.py", write_bash, "texts"),
@@ -151,5 +158,5 @@ async def test_an_agents_turns_are_one_row_of_what_the_model_drew(name: str, spe
 def test_the_page_names_the_versions() -> None:
     page = (Path(__file__).parents[2] / "docs/agents.md").read_text("utf-8")
     named = re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", page)
-    assert len(named) == 9
+    assert len(named) == 10
     assert named == [(name, version(name)) for name, _ in named]

@@ -103,8 +103,10 @@ MODEL = (
     "policy.model={characters='abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>', hidden_size=8, ffn_size=8, "
     "layers=1, heads=1, max_tokens=32}"
 )
+IMPORTS_MASKS = "from meshrl.data import Branch, Constraint; from meshrl_torch.model.masks import check_grammar"
 USES = {
     "agents": ("python", "-c", "from meshrl.agents import Gateway; import meshrl.agents.recording"),
+    "constraints": ("python", "-c", f"{IMPORTS_MASKS}; check_grammar(Constraint((Branch(regex='a'),)))"),
     "fsdp": (*RUN, MODEL, "policy.backend=fsdp"),
     "http": ("python", "-c", "import meshrl_http.sampler"),
     "maths": ("python", "-c", "import meshrl as rl; assert rl.math_answer('', '$1/2$', {'answer': '0.5'}) == 1"),
@@ -121,7 +123,7 @@ USES = {
 }
 NIGHTLY = USES.keys() - {"torch"}
 """What `make test` leaves to `make test-all`."""
-ELSEWHERE = {"all", "dev", "docs", "gpu", "sglang", "verifiers", "vllm"}
+ELSEWHERE = {"all", "dev", "docs", "gpu", "mcp", "sglang", "verifiers", "vllm"}
 """Extras that are several of the others, for contributors, or whose packages this environment lacks."""
 
 

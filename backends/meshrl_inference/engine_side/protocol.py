@@ -64,6 +64,8 @@ class Row(msgspec.Struct, frozen=True):
     seed: int
     adapter: str = ""
     """Name of its adapter, which changes nothing before it is loaded. Empty if it is for the model alone."""
+    rule: str = ""
+    """What holds the new tokens, as the engine reads it. Empty if nothing does."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshrl.agents import Message, Tool
-from meshrl.data import Batch
-from meshrl.errors import DataError, ModelError, described
+from meshrl.agents import HERMES, LLAMA, Message, Tool
+from meshrl.data import Batch, Constraint
+from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
 from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, read_words
+from meshrl_torch.model.masks import check_grammar
 from meshrl_torch.model.rows import encoded, judged
 from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
@@ -42,6 +43,8 @@ class HuggingFaceChat:
         self._bare = replace(known, chat=None)
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
+        self.backends = "torch", ""
+        self.calls = HERMES if "<tool_call>" in str(known.tokenizer.chat_template) else LLAMA
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""
@@ -64,6 +67,13 @@ class HuggingFaceChat:
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode tokens that continue others, without those that end a text."""
         return said_in(self._words, [tokens], [after])[0]
+
+    def check(self, constraint: Constraint) -> None:
+        """Raise DataError if a grammar cannot be made of a constraint, or llguidance is missing."""
+        try:
+            check_grammar(constraint)
+        except BackendError as error:
+            raise DataError(str(error)) from error
 
 
 def read_chat(config: ModelConfig) -> HuggingFaceChat:

@@ -19,6 +19,7 @@ from meshrl_torch.model.adapted import Adapters, Names, Reading, Uses, own_name,
 from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.linear import use_onednn
+from meshrl_torch.model.masks import restricted
 from meshrl_torch.model.mixers import Batches, Mixers
 from meshrl_torch.model.packing import MicroBatch, Rows, micro_batches
 from meshrl_torch.model.positions import ANY, Rotaries
@@ -120,19 +121,27 @@ class LanguageModel(Words):
             self.adapters.uses = self.adapters.uses._replace(head=uses)
         return self._logits(hidden).float()
 
-    def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+    def logprobs(
+        self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None, allowed: Tensor | None = None
+    ) -> Tensor:
         """Return the log-probability of each chosen token, float32[tokens], at a temperature for each.
+
+        `allowed`: bits of the tokens that each was chosen from, int32[tokens, numbers]. None: from all.
+
 
         If gradients are kept, returns float32[tokens, 2]: also the entropy of the distribution, in nats, without a
         gradient. `hidden` is [tokens, hidden], of the tokens that predict. More than MAX_LOGITS logits are made in
         chunks, so memory does not grow with tokens times vocabulary.
         """
         vocabulary = int(self.network.config.get_text_config().vocab_size)
-        return in_chunks(self._chosen, vocabulary, hidden, chosen, temperature)
+        return in_chunks(self._chosen, vocabulary, hidden, chosen, temperature, allowed)
 
-    def _chosen(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+    def _chosen(
+        self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None, allowed: Tensor | None = None
+    ) -> Tensor:
         logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _Chosen.apply)
-        return logprobs_of(self._logits(hidden), chosen, temperature)
+        logits = self._logits(hidden)
+        return logprobs_of(logits if allowed is None else restricted(logits, allowed), chosen, temperature)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits in the head's dtype."""
@@ -160,24 +169,25 @@ class LanguageModel(Words):
 
 
 def in_chunks(
-    compute: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    compute: Callable[..., Tensor],
     columns: int,
     hidden: Tensor,
     chosen: Tensor,
-    temperature: Tensor | None,
+    *others: Tensor | None,
 ) -> Tensor:
-    """Return `compute(hidden, chosen, temperature)`, whose logits of all columns are at most MAX_LOGITS at once.
+    """Return `compute(hidden, chosen, *others)`, whose logits of all columns are at most MAX_LOGITS at once.
 
-    Several chunks are computed again in the backward pass.
+    Each of `others`, such as the temperature, has a value for each token. Several chunks are computed again in the
+    backward pass.
     """
     rows = max(1, MAX_LOGITS // columns)
     if len(hidden) <= rows:
-        return compute(hidden, chosen, temperature)
+        return compute(hidden, chosen, *others)
     pieces: list[Tensor] = []
     for start in range(0, len(hidden), rows):
         span = slice(start, start + rows)
-        scale = None if temperature is None else temperature[span]
-        pieces.append(cast("Tensor", checkpoint(compute, hidden[span], chosen[span], scale, use_reentrant=False)))
+        own = [None if each is None else each[span] for each in others]
+        pieces.append(cast("Tensor", checkpoint(compute, hidden[span], chosen[span], *own, use_reentrant=False)))
     return torch.cat(pieces)
 
 

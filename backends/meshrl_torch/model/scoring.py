@@ -10,9 +10,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import spread
-from meshrl.data import BASE, DEFAULT_ADAPTER, Batch, Ragged, Source, adapters_of, check_lengths
+from meshrl.data import (
+    BASE,
+    DEFAULT_ADAPTER,
+    MASKED,
+    Batch,
+    Ragged,
+    Source,
+    adapters_of,
+    check_lengths,
+    masked_spans,
+)
+from meshrl.errors import DataError
 from meshrl_torch.model.adapted import Uses
 from meshrl_torch.model.attention import moved
+from meshrl_torch.model.masks import check_masked, masks
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import IDLE, MicroBatch, Rows, Split, micro_batches, whole, with_idle
 from meshrl_torch.model.routing import COLUMN, Routes, followed
@@ -70,13 +82,16 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
     """Return `LanguageModel.logprobs` for each target of a micro-batch.
 
     The targets are the batch's `targets`, if it has them, in place of its tokens. Logits are divided by the batch's
-    `temperature` if it has one. `follows`: tokens are routed to the experts in the batch, if it has some.
+    `temperature` if it has one, and masked where its `masked` says so. `follows`: tokens are routed to the experts in
+    the batch, if it has some.
     """
     routes = followed(batch, micro, model.device) if follows else None
     hidden = states(model, micro, routes, used(model, batch, micro))
     named = batch.ragged(TARGETS) if TARGETS in batch else batch.tokens
     tokens = moved(torch.from_numpy(named.values[micro.target].astype(np.int64)), model.device)
-    return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device))
+    allowed = masks(model, batch, micro.target)
+    allowed = None if allowed is None else moved(allowed, model.device)
+    return model.logprobs(hidden, tokens, temperatures(batch, micro.target, model.device), allowed)
 
 
 def temperatures(batch: Batch, target: NDArray[np.int64], device: torch.device) -> Tensor | None:
@@ -88,8 +103,11 @@ def check_readable(model: LanguageModel, batch: Batch) -> None:
     """Raise DataError if `predicted` cannot read a batch."""
     model.check_rows(batch)
     if TARGETS in batch:
+        if any(masked_spans(batch)):
+            raise DataError(f"`{TARGETS}` and `{MASKED}` are both in a batch: masks are those of the rows' own tokens")
         model.check_rows(Batch.of(tokens=batch.ragged(TARGETS)))
         check_lengths(TARGETS, batch.ragged(TARGETS).lengths, batch.tokens.lengths)
+    check_masked(model, batch)
     if "temperature" in batch:
         spread(batch, "temperature", np.empty(0, np.int64))
 

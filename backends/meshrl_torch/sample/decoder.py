@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl_torch.model.masks import grammars_of, restricted
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.said import decode, reach_of
@@ -50,6 +51,8 @@ class Decoder:
         self._refill = max(1, slots // 8) if refill is None else refill
         self._next = 0  # the first row that waits
         self._count = 0
+        self._matchers = np.full(self._slots, None, np.object_)
+        """For each slot, the state of its row's constraint. None without one."""
         # For each slot. The place is that of the newest token, which the model has not read yet.
         self._row, self._prompt, self._place, self._end = (np.zeros(self._slots, np.int64) for _ in range(4))
         self._columns: dict[str, NDArray[Any]] = {
@@ -156,10 +159,20 @@ class Decoder:
             lengths, starts = self._request.lengths[self._request.prefix[part]], self._request.starts[part]
             here = slice(first, self._count)
             self._row[here], self._prompt[here] = part, starts
+            self._matchers[here] = self._begun(part)
             self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
             self._reserve(int(lengths.max()) + 1)
             self._record(first, self._prefill(part, np.arange(first, self._count)), versions)
         self._retire()
+
+    def _begun(self, rows: Ints) -> "NDArray[np.object_]":
+        """Return the state of each row's constraint after what was drawn of it before."""
+        begun = np.full(len(rows), None, np.object_)
+        for at, row in enumerate(rows.tolist()):
+            if text := self._request.constraints[row]:
+                drawn = self._request.prefixes[self._request.prefix[row]][self._request.starts[row] :]
+                begun[at] = grammars_of(self._model).begin(text, drawn, f"row {row}")
+        return begun
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
         """Yield runs of rows whose distinct prefixes have at most PREFILL_TOKENS, or that share a longer one."""
@@ -202,7 +215,13 @@ class Decoder:
         row = self._row[here]
         draw = replace(self._draw, seed=self._seeds[row])
         own = versions_of(self._request.adapters[row], versions)
+        matchers = self._matchers[here].tolist()
+        if any(matcher is not None for matcher in matchers):
+            logits = restricted(logits, grammars_of(self._model).fill(matchers))
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
+        for matcher, token in zip(matchers, tokens.tolist(), strict=True):
+            if matcher is not None:
+                matcher.consume_token(token)
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
@@ -247,6 +266,7 @@ class Decoder:
         self._row, self._prompt, self._place, self._end = (
             np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
         )
+        self._matchers = np.append(self._matchers, np.full(more, None, np.object_))
         self._pad(more, 0)
 
     def _pad(self, slots: int, places: int) -> None:
@@ -278,7 +298,7 @@ class Decoder:
 
     def _move(self, source: Ints, target: Ints) -> None:
         longest = int(self._place[source].max()) + 1
-        for state in (self._row, self._prompt, self._place, self._end, *self._columns.values()):
+        for state in (self._row, self._prompt, self._place, self._end, self._matchers, *self._columns.values()):
             state[target] = state[source]
         self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
 

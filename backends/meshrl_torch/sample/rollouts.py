@@ -9,7 +9,17 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged, Source, adapters_of
+from meshrl.data import (
+    CONSTRAINT,
+    MASKED,
+    UNREPEATED,
+    Batch,
+    Ragged,
+    Source,
+    adapters_of,
+    masked_text,
+    read_constraint,
+)
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.roles import Sampling
@@ -24,7 +34,7 @@ Ints = NDArray[np.int64]
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns of rows that are to be continued."""
-_BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers", "adapters")
+_BY_ROW: Final = ("prefix", "rows", "starts", "limits", "numbers", "adapters", "constraints")
 """Fields of a request with a value for each row."""
 _NEWEST: Final = np.iinfo(np.int32).max
 
@@ -52,6 +62,8 @@ class Request:
     """Numbers that determine each row's random numbers, int64[rows]."""
     adapters: Names
     """The adapter of each row by name, which is that of its prefix too."""
+    constraints: NDArray[np.object_]
+    """The text of each row's constraint, "" for none."""
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
@@ -126,15 +138,18 @@ class Rollouts:
         sampling: Sampling,
         routed: tuple[int, int] = (0, 0),
         adapters: Collection[str] = (),
+        *,
+        is_repeated: bool = False,
     ) -> None:
         """Raises DataError for a row that cannot be read, is too long with all its new tokens, or names no adapter.
 
         `routed`: number of layers that route, and of experts for each token, if experts are recorded. `adapters`: those
-        that rows may name.
+        that rows may name. `is_repeated`: trainers repeat the masks of constraints.
         """
         self._words = words
         self._routed = routed
         self._sampling = sampling
+        self._is_repeated = is_repeated
         rows = prompts.repeat(sampling.n)
         had: object = None
         if COLUMN in rows:
@@ -147,6 +162,7 @@ class Rollouts:
         if self._continued and routed[0]:
             rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
         self._adapters: Names = np.array(adapters_of(rows, adapters), np.str_)
+        self._constraints = _constraints(rows, sampling)
         self.rows: Final = rows
         """`n` rows for each prompt."""
         request, ended = self._read()
@@ -175,6 +191,7 @@ class Rollouts:
         texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
         experts = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
         return rows.assign(
+            **self._masked(finished),
             tokens=Ragged(finished.tokens, offsets),
             loss_mask=Ragged(new, offsets),
             sampler_logprobs=Ragged(finished.logprobs, offsets, source=Source("sampler")),
@@ -186,6 +203,15 @@ class Rollouts:
             aborted=finished.aborted,
             **experts,
         )
+
+    def _masked(self, finished: Finished) -> Mapping[str, Sequence[str | None]]:
+        """Return what was drawn under which mask, if rows may have constraints."""
+        if CONSTRAINT not in self.rows:
+            return {}
+        texts = self._constraints[finished.rows].tolist()
+        kept = [text if self._is_repeated else UNREPEATED for text in texts]
+        places = zip(texts, finished.prompts.tolist(), finished.lengths.tolist(), kept, strict=True)
+        return {MASKED: [masked_text([(*span, own)] if text else []) for text, *span, own in places]}
 
     def _read(self) -> tuple[Request, Finished]:
         rows, sampling = self.rows, self._sampling
@@ -207,7 +233,9 @@ class Rollouts:
             numbers = np.arange(len(rows))
         stops = self._words.stops(sampling)
         names = np.arange(len(rows))
-        request = Request(prefixes, prefix, names, starts, limits, numbers, self._adapters, stops, sampling.stop)
+        request = Request(
+            prefixes, prefix, names, starts, limits, numbers, self._adapters, self._constraints, stops, sampling.stop
+        )
         if not self._continued or not len(rows):
             self._check_growth(request)
             return request, unread(request, np.arange(0), self._routed)
@@ -259,6 +287,12 @@ class Rollouts:
         prefix = np.fromiter((different.setdefault(key, len(different)) for key in keys), np.int64, len(rows))
         prefixes = [np.frombuffer(each, np.int32).tolist() for each, _ in different]
         starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
+        for row in np.flatnonzero(self._constraints != "").tolist():
+            if not rows.loss_mask[row][starts[row] :].all():
+                raise DataError(
+                    f"{rows.place(row)} has a `{CONSTRAINT}` and more than one answer: a constraint holds for one, so "
+                    "tasks of several turns cannot have it. An agent asks for it turn by turn"
+                )
         return prefixes, prefix, np.array(starts, np.int64)
 
     def _stopped(self, request: Request) -> NDArray[np.bool_]:
@@ -271,6 +305,15 @@ class Rollouts:
             texts = decode(self._words, said, prompts)
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
+
+
+def _constraints(rows: Batch, sampling: Sampling) -> NDArray[np.object_]:
+    """Return the text of each row's constraint, "" for none. DataError if answers would go on after their end."""
+    given = rows.objects(CONSTRAINT) if CONSTRAINT in rows else (None,) * len(rows)
+    texts = ["" if text is None else read_constraint(text, rows.place(row)).text for row, text in enumerate(given)]
+    if sampling.ignore_eos and any(texts):
+        raise DataError(f"sampling.ignore_eos: an answer with a `{CONSTRAINT}` ends where that says: set it to false")
+    return np.array(texts, np.object_)
 
 
 def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:

@@ -16,6 +16,7 @@ from meshrl.roles import GenerateCall, LoraConfig, SamplerConfig, Sampling, Step
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import add_adapter
+from meshrl_torch.model.masks import grammars_of
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import Passes, logprobs, most_probable, one_by_one, predicted
 from meshrl_torch.ranks.process_group import own_rank
@@ -152,7 +153,9 @@ class TorchSampler(SteppingSampler):
 
         ModelError if the last weights do not compute the same as the policy.
         """
-        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named)
+        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named, is_repeated=True)
+        for text in sorted(set(rollouts.request.constraints.tolist()) - {""}):
+            grammars_of(self._model).begin(text, (), "a row")  # a fault is the caller's, not that of calls it joins
         names = set(rollouts.request.adapters.tolist())
         self._busy.update(names)
         try:

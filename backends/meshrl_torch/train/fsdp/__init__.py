@@ -6,9 +6,9 @@ Each rank is a process, so a mesh of several ranks needs `run.engine = "processe
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from meshrl_torch import COUNTS, FLOPS, MODELS, READS, TEXTS
+from meshrl_torch import COUNTS, FLOPS, MASKS, MODELS, READS, TEXTS
 
-__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+__all__ = ["AXES", "COUNTS", "FLOPS", "MASKS", "MEMORY", "MODELS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_torch.train.fsdp.roles:FsdpCritic",

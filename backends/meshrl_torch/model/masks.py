@@ -1,0 +1,267 @@
+"""Constraints as masks of logits: grammars of llguidance, which the sampler and the trainers follow token by token.
+
+A grammar's state after the same tokens of the same tokenizer allows the same tokens next, on any machine. So no mask
+travels: a trainer follows each row again.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import decoders
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from meshrl.data import UNREPEATED, Batch, Branch, Constraint, masked_spans, read_constraint
+from meshrl.errors import BackendError, DataError, ModelError
+from meshrl_torch.model.text import Words, added_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Bits: TypeAlias = NDArray[np.int32]
+"""A mask of tokens, 32 in each number: int32[rows, numbers]. All bits of a row without a constraint are set."""
+_ALL: Final = -1
+_KEPT: Final = 256
+"""Grammars that are kept compiled, for each tokenizer."""
+_SPACES: Final = r"[ \n]{1,20}"
+"""Spaces between the parts of JSON. Without a limit, a model may write spaces for ever."""
+
+
+def check_installed() -> None:
+    """Raise BackendError if llguidance is missing."""
+    if find_spec("llguidance") is None:
+        raise BackendError("constraints need the package 'llguidance': pip install 'meshrl[constraints]'")
+
+
+def check_grammar(constraint: Constraint) -> None:
+    """Raise DataError if a constraint has a schema or an expression that cannot be followed."""
+    check_installed()
+    if fault := _fault(constraint.text):
+        raise DataError(f"an answer cannot be held to {constraint.text[:200]}: {fault}")
+
+
+@lru_cache(_KEPT)
+def _fault(text: str) -> str:
+    from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
+
+    return LLMatcher.validate_grammar(grammar_of(read_constraint(text, "a row"), {}))
+
+
+def grammar_of(constraint: Constraint, special: Mapping[str, int]) -> str:
+    """The grammar of a constraint, as llguidance reads it. `special`: tokens that a text cannot spell, by name."""
+    from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
+
+    return LLMatcher.grammar_from_lark(lark_of(constraint, special))
+
+
+def lark_of(constraint: Constraint, special: Mapping[str, int]) -> str:
+    """The grammar of a constraint in llguidance's form of Lark."""
+    rules = list[str]()
+    forms = [f"branch{number}" for number in range(len(constraint.branches))]
+    start = f"({' | '.join(forms)})"
+    if constraint.thought:
+        start = f"thought spaces {start}"
+        rules.append(r"spaces: /[ \n]{0,4}/")
+        if constraint.thought in special:
+            rules.append(f"thought: /(?s:.*)/ <[{special[constraint.thought]}]>")
+        else:
+            rules.append(f"thought[suffix={json.dumps(constraint.thought)}]: /(?s:.*)/")
+    for form, branch in zip(forms, constraint.branches, strict=True):
+        parts = [_literal(branch.begin, special), f"{form}_content", _literal(branch.end, special)]
+        rules += [f"{form}: {' '.join(filter(None, parts))}", f"{form}_content: {_content(branch)}"]
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text, with special tokens as such."""
+    names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+    pieces = re.split(f"({names})", text) if names else [text]
+    return " ".join(f"<[{special[each]}]>" if each in special else json.dumps(each) for each in pieces if each)
+
+
+def _content(branch: Branch) -> str:
+    from llguidance import regex_to_lark  # noqa: PLC0415 -- an extra
+
+    if branch.choices:
+        return " | ".join(map(json.dumps, branch.choices))
+    if branch.regex is not None:
+        return f"/{regex_to_lark(branch.regex, use_ascii='')}/"
+    schema = {} if branch.schema is True else branch.schema or {"not": {}}
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACES}})}"
+
+
+class _Spelled:
+    """The vocabulary of a tokenizer whose tokens are the characters that they stand for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int) -> None:
+        texts: list[str] = [text or "" for text in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
+        self.tokens = [text.encode() for text in texts] + [b""] * (tokens - len(texts))
+        self.special_token_ids = sorted(added_tokens(tokenizer).values())
+        self.eos_token_id = tokenizer.eos_token_id
+        self.bos_token_id = None
+        self._ids = {text: number for number, text in enumerate(self.tokens) if number not in self.special_token_ids}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Encode a text in UTF-8 up to a character that has no token."""
+        ids, at = list[int](), 0
+        while at < len(text):
+            fits = (text[at : at + size] for size in range(self._longest, 0, -1))
+            found = next((each for each in fits if each in self._ids), None)
+            if found is None:
+                break
+            ids.append(self._ids[found])
+            at += len(found)
+        return ids
+
+
+class Grammars:
+    """The grammars of one model's tokenizer."""
+
+    def __init__(self, words: Words) -> None:
+        check_installed()
+        self._known = words.known
+        self._ends = words.ends
+        self._special = special_tokens(words.tokenizer)
+        self._tokenizer = _vocabulary(words)
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def begin(self, text: str, tokens: Sequence[int], where: str) -> "LLMatcher":
+        """Return the state of a constraint after these tokens. DataError if it does not allow them."""
+        matcher = self._compiled(text).deep_copy()
+        said = tokens[:-1] if len(tokens) and tokens[-1] in self._ends else tokens
+        allowed = matcher.try_consume_tokens(list(said)) if len(said) else 0
+        if allowed < len(said) or (allowed < len(tokens) and not matcher.is_accepting()):
+            raise DataError(
+                f"{where} has the token {tokens[allowed]} at place {allowed} of an answer, which its constraint does "
+                f"not allow: {text[:200]}. A row keeps its constraint for as long as it is drawn, and a trainer has "
+                "the sampler's tokenizer and version of llguidance"
+            )
+        return matcher
+
+    def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
+        """Return the tokens that each state allows next. ModelError if no token can go on."""
+        from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415 -- an extra
+
+        bits = np.full((len(matchers), (self._known + 31) // 32), _ALL, np.int32)
+        for row, matcher in enumerate(matchers):
+            if matcher is not None:
+                fill_next_token_bitmask(matcher, bits, row)
+                if matcher.is_error() or not bits[row].any():
+                    raise ModelError(
+                        "no token of the model can continue an answer under its constraint, for example because its "
+                        f"tokenizer lacks a character: {matcher.get_error()[:400]}"
+                    )
+        return bits
+
+    def _compile(self, text: str) -> "LLMatcher":
+        from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
+
+        grammar = grammar_of(read_constraint(text, "a row"), self._special)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise DataError(f"an answer cannot be held to {text[:200]}: {matcher.get_error()[:400]}")
+        return matcher
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
+    """Return the tokens that no text can spell, by name."""
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    return {str(token.content): number for number, token in added.items() if token.special}
+
+
+def _vocabulary(words: Words) -> "LLTokenizer":
+    """The tokens of a model, with its ends. BackendError for a tokenizer that llguidance cannot read."""
+    from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 -- an extra
+    from llguidance.hf import from_tokenizer  # noqa: PLC0415 -- an extra
+
+    tokenizer, ends = words.tokenizer, sorted(words.ends)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None):
+            spelled = _Spelled(tokenizer, words.known)
+            return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
+        try:
+            return from_tokenizer(tokenizer, n_vocab=words.known, eos_token=ends)
+        except ValueError as error:
+            fault = str(error)
+    else:
+        fault = f"{type(tokenizer).__name__} is not a fast tokenizer"
+    raise BackendError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} cannot follow constraints: {fault}")
+
+
+_GRAMMARS: Final[WeakKeyDictionary[PreTrainedTokenizerBase, Grammars]] = WeakKeyDictionary()
+
+
+def grammars_of(words: Words) -> Grammars:
+    """The grammars of a model's tokenizer, made once. BackendError if they cannot be."""
+    if words.tokenizer not in _GRAMMARS:
+        _GRAMMARS[words.tokenizer] = Grammars(words)
+    return _GRAMMARS[words.tokenizer]
+
+
+def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
+    """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
+    packed = torch.as_tensor(bits, device=logits.device)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (packed[:, :, None] >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
+def check_masked(words: Words, batch: Batch) -> None:
+    """Raise DataError if the masks under which a batch was drawn cannot be repeated here."""
+    for span in _spans(batch):
+        grammars_of(words).begin(span.constraint, span.tokens, span.where)
+
+
+def masks(words: Words, batch: Batch, target: NDArray[np.int64]) -> Tensor | None:
+    """The tokens that were allowed at each of these places, int32[target, numbers]. None if none has a mask.
+
+    `target`, int64[target]: places in the batch's token column.
+    """
+    numbers = {place: number for number, place in enumerate(target.tolist())}
+    bits: Bits | None = None
+    for span in _spans(batch):
+        wanted = [numbers.get(span.begin + place) for place in range(len(span.tokens))]
+        if all(number is None for number in wanted):
+            continue
+        grammars = grammars_of(words)
+        bits = grammars.fill([None] * len(target)) if bits is None else bits
+        matcher = grammars.begin(span.constraint, (), span.where)
+        for number, token in zip(wanted, span.tokens, strict=True):
+            if number is not None:
+                bits[number] = grammars.fill([matcher])[0]
+            matcher.consume_token(token)
+    return None if bits is None else torch.from_numpy(bits)
+
+
+class _Span(NamedTuple):
+    """Tokens that were drawn under a constraint."""
+
+    begin: int
+    """The place of the first in the batch's token column."""
+    tokens: Sequence[int]
+    constraint: str
+    where: str
+
+
+def _spans(batch: Batch) -> Iterator[_Span]:
+    """Yield what was drawn under masks. DataError if a mask cannot be repeated, or a row is shorter."""
+    for row, spans in enumerate(masked_spans(batch)):
+        where, tokens = batch.place(row), batch.tokens[row]
+        for begin, end, text in spans:
+            if text == UNREPEATED:
+                raise DataError(
+                    f"{where} was drawn by an engine under a mask of its own, which a trainer cannot repeat: learn "
+                    'from constrained answers with sampler.backend = "torch"'
+                )
+            if not 0 <= begin <= end <= len(tokens):
+                raise DataError(f"`masked` of {where} is of tokens {begin} to {end}, and the row has {len(tokens)}")
+            yield _Span(int(batch.tokens.offsets[row]) + begin, np.asarray(tokens[begin:end]).tolist(), text, where)
