@@ -14,6 +14,19 @@ from meshrl.data.batch import Batch
 from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
+from meshrl.data.images import (
+    COLUMN as IMAGES,
+)
+from meshrl.data.images import (
+    FINGERPRINTS,
+    Images,
+    mark_of,
+    name_of,
+    names_in,
+    opened,
+    pieces_of,
+    shown,
+)
 from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
 from meshrl.data.metrics import Metrics
@@ -27,6 +40,8 @@ __all__ = [
     "ADAPTER",
     "BASE",
     "DEFAULT_ADAPTER",
+    "FINGERPRINTS",
+    "IMAGES",
     "OUTCOMES",
     "AdapterOf",
     "ArrivalLog",
@@ -34,6 +49,7 @@ __all__ = [
     "Bucket",
     "Column",
     "Entry",
+    "Images",
     "LossResult",
     "Message",
     "Metrics",
@@ -53,12 +69,18 @@ __all__ = [
     "is_ragged",
     "known_mean",
     "lengths",
+    "mark_of",
     "messages_in",
+    "name_of",
+    "names_in",
+    "opened",
     "pickled",
+    "pieces_of",
     "private",
     "prompt_in",
     "prompt_text",
     "raw",
+    "shown",
     "unlearned",
     "why_unknown",
     "with_rewards",

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -28,6 +29,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
@@ -41,6 +46,7 @@ from meshrl_torch.model.files import ModelFiles, is_scale
 from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
+from meshrl_torch.model.vision import Vision
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
@@ -140,15 +146,19 @@ def _digest(file: Path) -> bytes:
 
 @cache
 def _merged(path: Path, base: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
-    return _temporary("meshrl-merged-", *read_merged(path, base))
+    return _temporary("meshrl-merged-", *read_merged(path, base, generator_of(_config(str(base), base))), base)
 
 
-def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write a model to a folder that is removed with this process."""
+def _temporary(
+    prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None = None
+) -> Path:
+    """Write a model to a folder that is removed with this process, with the processor of images in `source`."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if source and (vision := Vision.of(model.config, tokenizer, source)):
+        vision.save(folder)
     return folder
 
 
@@ -187,7 +197,7 @@ def plain_folder(folder: Path) -> Path:
 
 @cache
 def _plain(path: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
-    return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR))
+    return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR), path)
 
 
 @dataclass(frozen=True)
@@ -203,12 +213,23 @@ class Kind:
     """The same without values."""
 
 
-GENERATOR: Final = Kind(
-    "causal language model",
-    "it cannot generate",
-    AutoModelForCausalLM.from_pretrained,
-    AutoModelForCausalLM.from_config,
-)
+def generator_of(shape: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Return the class by which transformers reads and makes a model that generates: of text, or of images and text."""
+    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(shape.model_type)
+    named = (getattr(shape, "architectures", None) or [None])[0]
+    is_text = shape.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (named is None or named != sees)
+    return AutoModelForCausalLM if sees is None or is_text else AutoModelForImageTextToText
+
+
+def _read_generator(folder: Path | None, *, config: PretrainedConfig, **how: Any) -> object:
+    return generator_of(config).from_pretrained(folder, config=config, **how)
+
+
+def _make_generator(config: PretrainedConfig, **how: Any) -> object:
+    return generator_of(config).from_config(config, **how)
+
+
+GENERATOR: Final = Kind("causal language model", "it cannot generate", _read_generator, _make_generator)
 CLASSIFIER: Final = Kind(
     "sequence classifier",
     "it has no head that gives a score",
@@ -236,10 +257,13 @@ def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     with MAKING:
         if isinstance(config.model, NewModel):
             network, tokenizer = _new(config.model, config.seed, dtype)
+            vision = new_vision(config.model, tokenizer)
         else:
             with quiet():
-                network, tokenizer = _read(config.model, folder_of(config.model), dtype, kind)
-        return ready(network, tokenizer, config.template, packing_of(config))
+                folder = folder_of(config.model)
+                network, tokenizer = _read(config.model, folder, dtype, kind)
+                vision = Vision.of(network.config, tokenizer, folder)
+        return ready(network, tokenizer, config.template, packing_of(config), vision)
 
 
 def packing_of(config: ModelConfig) -> Packing:
@@ -252,7 +276,8 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
     with quiet():
         shape = _config(str(folder), folder)
         generation = _generation(folder) or GenerationConfig.from_model_config(shape)
-        return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
+        tokenizer = read_tokenizer(str(folder), folder)
+        return words(tokenizer, shape, generation, config.template, Vision.of(shape, tokenizer, folder))
 
 
 def _generation(folder: Path) -> GenerationConfig | None:
@@ -284,7 +309,8 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel,
             network.generation_config = generation
         if not files.named_alike(network):
             return None
-        return ready(network, read_tokenizer(config.model, folder), config.template), files
+        tokenizer = read_tokenizer(config.model, folder)
+        return ready(network, tokenizer, config.template, vision=Vision.of(shape, tokenizer, folder)), files
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -360,7 +386,8 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
     try:
         tensors = files.tensors(dtype) if files.is_scaled else None
         if files.is_packed:  # transformers would save what it has read under the names of packed tensors
-            tensors = _whole(name, of_folder(quantization_config=Mxfp4Config(dequantize=True))).state_dict()
+            packed = Mxfp4Config(dequantize=True)
+            tensors = _whole(name, of_folder(config=shape, quantization_config=packed)).state_dict()
         if tensors is not None:
             made = type(without_values(shape, kind))
             loaded = cast("Loaded", made.from_pretrained(None, config=shape, state_dict=tensors, **how))

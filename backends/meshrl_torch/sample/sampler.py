@@ -152,7 +152,7 @@ class TorchSampler(SteppingSampler):
 
         ModelError if the last weights do not compute the same as the policy.
         """
-        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named)
+        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named, sees=True)
         names = set(rollouts.request.adapters.tolist())
         self._busy.update(names)
         try:
