@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, SupportsIndex, cast
+from typing import TYPE_CHECKING, Final, Self, SupportsIndex, cast
 
 import numpy as np
-
 from typing_extensions import Buffer
 
 from meshrl.data.ragged import portable
@@ -37,7 +36,7 @@ class Images(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 -- a tuple has no sl
     pool: Mapping[str, bytes]
     """The file of each image, by name."""
 
-    def __new__(cls, names: Iterable[Sequence[str]], pool: Mapping[str, bytes]) -> "Images":
+    def __new__(cls, names: Iterable[Sequence[str]], pool: Mapping[str, bytes]) -> Self:
         """Make a column of names. `pool` may have more. DataError for a name that is not there."""
         self = super().__new__(cls, map(tuple, names))
         try:

@@ -8,12 +8,12 @@ from typing import Final, cast
 import numpy as np
 
 from meshrl.config import Config
-from meshrl.data import Batch, Prompt
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling, count_tokens
 from meshrl.run.config import AlgorithmConfig, table_of, tables_of, uses_model
 from meshrl.run.memory import longest_of
-from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, read_rows
+from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, prompts_of, read_rows
 
 _FILE_ROWS: Final = 20_000
 """Rows of a file that are checked at most."""
@@ -97,7 +97,7 @@ def _short(task: TaskConfig, rows: Batch) -> Batch:
     """Return the rows whose prompt has at most `task.max_prompt_tokens` tokens."""
     if task.max_prompt_tokens is None:
         return rows
-    counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
+    counts = counted(task, rows)
     return rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
 
 
@@ -148,7 +148,7 @@ def _mistakes_of_examples(config: AlgorithmConfig, rows: Batch) -> list[str]:
 
 def _unreadable(task: TaskConfig, model: ModelConfig, sampling: Sampling | None, rows: Batch) -> list[str]:
     """Return prompts with characters that the model lacks, and prompts that leave no room for a completion."""
-    counts = count_tokens(model, rows.only("prompt", "place"))
+    counts = count_tokens(model, prompts_of(rows))
     if counts is None:
         return []
     longest, new = longest_of(model.model), sampling.max_tokens if sampling else 1

@@ -45,7 +45,7 @@ from meshrl.tasks.supervised import (
     mismatched,
     rejected_answers,
 )
-from meshrl.tasks.task import Task, counted, filled_rows, first_row, load_quietly
+from meshrl.tasks.task import Task, counted, filled_rows, first_row, load_quietly, prompts_of
 from meshrl.tasks.user_process import UserCode, has_processes
 
 MODELS = "none"
@@ -102,6 +102,7 @@ __all__ = [
     "numbered_rows",
     "numeric_answer",
     "overlong_penalty",
+    "prompts_of",
     "read_rows",
     "reasoning_format",
     "rejected_answers",

@@ -11,12 +11,12 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3ImageProcessorPil,
     GotOcr2ImageProcessorPil,
     LlavaImageProcessorPil,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
-    SiglipImageProcessorPil,
     SmolVLMImageProcessorPil,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -107,11 +107,12 @@ def _gemma3() -> Any:
     names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     words = tokenizer(names, "<start_of_image>")
     vision = {**_SEES, "image_size": 16, "patch_size": 4}
-    ids = {name: words.convert_tokens_to_ids(names[f"{key}_token"])
-           for name, key in (("boi_token_index", "boi"), ("eoi_token_index", "eoi"), ("image_token_id", "image"))}  # fmt: skip
+    ids = dict(
+        zip(("boi_token_index", "eoi_token_index", "image_token_id"), map(words.convert_tokens_to_ids, names.values()))
+    )
     text = {"sliding_window": 8, "query_pre_attn_scalar": 8}
     shape = _shape("gemma3", words, vision, text=text, mm_tokens_per_image=4, **ids)
-    own = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    own = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     return shape, words, own, {"processor_class": "Gemma3Processor", "image_seq_length": 4}
 
 
@@ -134,9 +135,7 @@ def _internvl() -> Any:
     image = words.convert_tokens_to_ids("<IMG_CONTEXT>")
     text = {"model_type": "qwen2"}
     shape = _shape("internvl", words, vision, text=text, image_token_id=image, image_seq_length=4)
-    own = GotOcr2ImageProcessorPil(
-        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4
-    )
+    own = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4)
     return shape, words, own, {"processor_class": "InternVLProcessor", "image_seq_length": 4}
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshrl.agents import Message, Tool
-from meshrl.data import Batch
+from meshrl.data import Batch, names_in
 from meshrl.errors import DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
-from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, read_words
+from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, new_vision, read_words
 from meshrl_torch.model.rows import encoded, judged
 from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
@@ -23,6 +23,7 @@ from meshrl_torch.model.text import (
     prompts_of,
     words,
 )
+from meshrl_torch.model.vision import images_of
 
 
 class HuggingFaceChat:
@@ -44,8 +45,10 @@ class HuggingFaceChat:
         self._variables = variables or {}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Render messages in the template. DataError if it refuses them."""
+        """Render messages in the template. DataError if it refuses them, or if they name images."""
         turns = [message.shown() for message in messages]
+        if any(names_in(message.content) for message in messages):
+            raise DataError("the messages name images, which agents do not see yet: give texts alone")
         try:
             return in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
         except Exception as error:
@@ -75,7 +78,8 @@ def _words(config: ModelConfig) -> Words:
     if not isinstance(config.model, NewModel):
         return read_words(config, folder_of(config.model))
     tokenizer = new_tokenizer(config.model)
-    return words(tokenizer, new_config(config.model, tokenizer), None, config.template)
+    shape, vision = new_config(config.model, tokenizer), new_vision(config.model, tokenizer)
+    return words(tokenizer, shape, None, config.template, vision)
 
 
 def _is_here(config: ModelConfig) -> bool:
@@ -120,7 +124,8 @@ def count_rows(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None:
     def lengths(some: Batch) -> list[int]:
         if not {"completion", "messages", "steps"}.isdisjoint(some.names):
             return list(map(len, (judged if judges else encoded)(known, some).tokens))
-        coded = encode_prompts(known, prompts_of(some, known.chat))
+        places = [some.place(row) for row in range(len(some))]
+        coded = encode_prompts(known, prompts_of(some, known.chat), images_of(some), places)
         for row, ids in enumerate(coded):
             known.check_known(ids, some.place(row))
         return [len(ids) for ids in coded]

@@ -22,10 +22,13 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
     GenerationConfig,
     GgufConfig,
     LlamaConfig,
-    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaProcessor,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -50,6 +53,8 @@ from meshrl_torch.model.vision import Vision
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
+_IMAGE: Final = "<image>"
+"""What stands for an image in a text of a new model."""
 _SETTLED: Final = 2_000_000_000
 """Nanoseconds after which a change of a file has surely another time than an earlier one."""
 _digests: dict[tuple[int, ...], bytes] = {}
@@ -318,7 +323,7 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
     config = new_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = LlamaForCausalLM(config)
+        network = cast("PreTrainedModel", _make_generator(config))
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network, tokenizer
@@ -326,27 +331,72 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
 
 def new_tokenizer(spec: NewModel) -> PreTrainedTokenizerBase:
     """Make the tokenizer of a new model."""
-    return character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
+    named = {"image_token": _IMAGE} if spec.vision else {}
+    return character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template, named)
 
 
-def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+def new_vision(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> Vision | None:
+    """Make the processor of a new model that sees. None for another."""
+    if spec.vision is None:
+        return None
+    size, patch = spec.vision.image_size, spec.vision.patch_size
+    scaled = {"size": {"height": size, "width": size}, "do_center_crop": False}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**scaled), tokenizer, patch, "default", image_token=_IMAGE, num_additional_image_tokens=1
+    )
+    return Vision(new_config(spec, tokenizer), tokenizer, processor)
+
+
+def vision_of(config: ModelConfig, shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Vision | None:
+    """Return how the model in a role's table sees. None if it does not."""
+    if isinstance(config.model, NewModel):
+        return new_vision(config.model, new_tokenizer(config.model))
+    return Vision.of(shape, tokenizer, folder_of(config.model))
+
+
+def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the configuration of a new model for these tokens."""
     if spec.hidden_size % (2 * spec.heads):
         raise ModelError(
             f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
             "dims a head: it must be an even number"
         )
-    return LlamaConfig(
+    words = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn_size,
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,
         max_position_embeddings=spec.max_tokens,
-        tie_word_embeddings=True,
+        tie_word_embeddings=spec.vision is None,
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=PAD,
+    )
+    if spec.vision is None:
+        return words
+    own = spec.vision
+    if own.image_size % own.patch_size or own.hidden_size % spec.heads:
+        raise ModelError(
+            f"model.vision has image_size = {own.image_size}, patch_size = {own.patch_size} and hidden_size = "
+            f"{own.hidden_size}, over model.heads = {spec.heads}: patches must fill the image, and heads the states"
+        )
+    eyes = CLIPVisionConfig(
+        hidden_size=own.hidden_size,
+        intermediate_size=3 * own.hidden_size,
+        num_hidden_layers=own.layers,
+        num_attention_heads=spec.heads,
+        image_size=own.image_size,
+        patch_size=own.patch_size,
+    )
+    return LlavaConfig(
+        text_config=words,
+        vision_config=eyes,
+        image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
+        image_seq_length=(own.image_size // own.patch_size) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig as PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshrl.errors import ConfigError
@@ -86,13 +85,16 @@ def _adapted(model: LanguageModel, adapters: Adapters, path: str, layer: nn.Modu
 def _targets(model: LanguageModel, config: LoraConfig) -> Mapping[str, nn.Module]:
     """Return the layers that get adapters, by their names in the original model.
 
-    Of a model that sees, only its language model's, unless a regular expression names others. ConfigError for a target that is no layer, that cannot be adapted, or that cannot be published.
+    Of a model that sees, only its language model's, unless a regular expression names others. ConfigError for a target
+    that is no layer, that cannot be adapted, or that cannot be published.
     """
     network = model.network
     modules = {name: each for name, each in network.named_modules() if not name.endswith(BASE_LAYER[:-1])}
     if model.vision is not None and (is_all_linear(config.targets) or not isinstance(config.targets, str)):
         eyes = tuple(eyes_of(network))
-        modules = {name: each for name, each in modules.items() if not f"{name}.".startswith(tuple(f"{own}." for own in eyes))}
+        modules = {
+            name: each for name, each in modules.items() if not f"{name}.".startswith(tuple(f"{own}." for own in eyes))
+        }
     layers = {name: each for name, each in modules.items() if isinstance(each, (Adapted, *_KINDS))}
     head = network.get_output_embeddings()
     if is_all_linear(config.targets):

@@ -289,8 +289,8 @@ def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
     if model.vision is not None:
         if packing == "packed":
             raise ModelError(
-                f'{type(model.network).__name__} sees images, and packed rows are proved for texts alone: set packing = '
-                '"auto" to read them padded'
+                f"{type(model.network).__name__} sees images, and packed rows are proved for texts alone: set "
+                'packing = "auto" to read them padded'
             )
         packing = "padded"
     model = proved(model, packing, partial(_with_network, model))

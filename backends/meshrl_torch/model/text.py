@@ -238,13 +238,18 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     return cast("Mapping[str, int]", tokenizer.added_tokens_encoder)
 
 
-def character_tokenizer(characters: str, max_tokens: int, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Make a tokenizer with one token for each character, after `<pad>` (PAD) and `<eos>` (END). No BOS token."""
+def character_tokenizer(
+    characters: str, max_tokens: int, chat_template: str | None = None, named: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerBase:
+    """Make a tokenizer with one token for each character, after `<pad>` (PAD) and `<eos>` (END). No BOS token.
+
+    `named`: special tokens by their names, such as `image_token`.
+    """
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
         wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
         raise ConfigError(f"model.characters {wrong}: list each character that a text may have exactly once")
-    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters))}
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters, *(named or {}).values()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -255,6 +260,7 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
         model_max_length=max_tokens,
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
 
 
@@ -384,7 +390,9 @@ def _as_parts(message: Mapping[str, object], listed: bool) -> dict[str, object]:
     content = message.get("content")
     if not isinstance(content, str) or not (listed or names_in(content)):
         return dict(message)
-    parts = [{"type": "image"} if is_image else {"type": "text", "text": piece} for piece, is_image in pieces_of(content)]
+    parts = [
+        {"type": "image"} if is_image else {"type": "text", "text": piece} for piece, is_image in pieces_of(content)
+    ]
     return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 

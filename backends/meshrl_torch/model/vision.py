@@ -162,7 +162,9 @@ class Vision:
 
     def fingerprints(self, images: Images) -> list[tuple[str, ...]]:
         """Return those of each row's images."""
-        return [tuple(self.seen(images, name, f"row {row}").fingerprint for name in own) for row, own in enumerate(images)]
+        return [
+            tuple(self.seen(images, name, f"row {row}").fingerprint for name in own) for row, own in enumerate(images)
+        ]
 
     def check(self, batch: Batch) -> None:
         """Raise DataError if the tokens of a row are not those of its images, or a sampler has seen something else."""
@@ -233,9 +235,7 @@ class Vision:
                 break
         return made
 
-    def _joined(
-        self, seen: Sequence[Seen], images: Images, names: Sequence[tuple[str, str]]
-    ) -> Mapping[str, Tensor]:
+    def _joined(self, seen: Sequence[Seen], images: Images, names: Sequence[tuple[str, str]]) -> Mapping[str, Tensor]:
         """Return the tensors of several images as the processor makes them of all."""
         if len(seen) == 1:
             return seen[0].inputs
@@ -280,7 +280,7 @@ class _Recording:
 
     replaced: list[str]
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> None:  # noqa: ARG002
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> None:
         """Take what was read, and None for the rest."""
 
     def replace_image_token(self, *args: Any, **options: Any) -> str:
@@ -292,8 +292,9 @@ class _Recording:
 
 def images_of(batch: Batch) -> Images | None:
     """Return the images of a batch. None if it has no such column, or no row."""
-    column = batch[IMAGES] if IMAGES in batch else None
-    return column if isinstance(column, Images) else None
+    if IMAGES in batch and isinstance(column := batch[IMAGES], Images):
+        return column
+    return None
 
 
 def eyes_of(network: PreTrainedModel) -> Mapping[str, nn.Module]:

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.adapted import Names, Uses
 from meshrl.data import Images
+from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import groups_of, runs

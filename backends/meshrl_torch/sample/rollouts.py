@@ -18,7 +18,7 @@ from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.rows import observed
 from meshrl_torch.model.said import TAIL, decode, opened_in, said_in
-from meshrl_torch.model.text import Words, encode_prompts, prompts_of
+from meshrl_torch.model.text import Words, encode_prompts, images_in, messages_of, prompts_of
 from meshrl_torch.model.vision import images_of
 
 Ints = NDArray[np.int64]
@@ -164,7 +164,7 @@ class Rollouts:
                 'sampler.backend = "torch"'
             )
         self._adapters: Names = np.array(adapters_of(rows, adapters), np.str_)
-        self.rows: Final = rows
+        self.rows = rows
         """`n` rows for each prompt."""
         request, ended = self._read()
         self.request: Final = request
@@ -190,7 +190,7 @@ class Rollouts:
         given = rows.objects("prompt") if is_own and "prompt" in rows and len(rows) else [""] * len(rows)
         opened = opened_in(self._words, prompts, [each if isinstance(each, str) else "" for each in given])
         texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
-        more: dict[str, ColumnLike] = {}
+        more: dict[str, Ragged | list[tuple[str, ...]]] = {}
         if self._routed[0]:
             more[COLUMN] = Ragged(finished.experts, offsets, source=Source("sampler"))
         if self._images is not None and self._words.vision is not None:
@@ -229,7 +229,9 @@ class Rollouts:
         stops = self._words.stops(sampling)
         names = np.arange(len(rows))
         images = None if self._images is None else self._images.take(np.unique(prefix, return_index=True)[1])
-        request = Request(prefixes, prefix, names, starts, limits, numbers, self._adapters, stops, sampling.stop, images)
+        request = Request(
+            prefixes, prefix, names, starts, limits, numbers, self._adapters, stops, sampling.stop, images
+        )
         if not self._continued or not len(rows):
             self._check_growth(request)
             return request, unread(request, np.arange(0), self._routed)
@@ -257,6 +259,10 @@ class Rollouts:
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
         """Return the distinct prompts, the number of each row's prompt, and its length."""
         prompts = prompts_of(self.rows, self._words.chat)
+        if self._images is not None:  # the column may have those of other texts, too
+            names = [images_in(messages_of(prompt)) for prompt in prompts]
+            self._images = Images(names, self._images.pool)
+            self.rows = self.rows.assign(images=self._images)
         keys = list(zip(map(repr, prompts), self._adapters.tolist(), strict=True))
         different = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         prompt = np.fromiter(map(different.__getitem__, keys), np.int64, len(keys))
