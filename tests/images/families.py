@@ -108,7 +108,11 @@ def _gemma3() -> Any:
     words = tokenizer(names, "<start_of_image>")
     vision = {**_SEES, "image_size": 16, "patch_size": 4}
     ids = dict(
-        zip(("boi_token_index", "eoi_token_index", "image_token_id"), map(words.convert_tokens_to_ids, names.values()))
+        zip(
+            ("boi_token_index", "eoi_token_index", "image_token_id"),
+            map(words.convert_tokens_to_ids, names.values()),
+            strict=True,
+        )
     )
     text = {"sliding_window": 8, "query_pre_attn_scalar": 8}
     shape = _shape("gemma3", words, vision, text=text, mm_tokens_per_image=4, **ids)
