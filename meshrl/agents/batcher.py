@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents.conversation import Drawn, Ints
-from meshrl.data import ADAPTER, Batch, Ragged, Source
+from meshrl.data import ADAPTER, IMAGES, Batch, Images, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
@@ -45,6 +45,8 @@ class _Pending:
     """Number of the prompt's tokens."""
     max_tokens: int
     adapter: str | None
+    images: Images | None
+    """A column of one row."""
     done: asyncio.Future[Answer]
 
 
@@ -71,12 +73,13 @@ class RequestBatcher:
         max_tokens: int | None,
         stop: Sequence[str],
         adapter: str | None = None,
+        images: Images | None = None,
     ) -> Answer:
         """Draw after a prompt, int[tokens]. Returns no tokens if the model has no room.
 
         Raises what the sampler raises, and DataError if this is closed. `text` is that of a prompt without messages, or
         "". `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer. `adapter`: the one that
-        draws it, as rows name it.
+        draws it, as rows name it. `images`: those of the prompt, a column of one row.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
@@ -90,6 +93,7 @@ class RequestBatcher:
             prompt=size,
             max_tokens=most if max_tokens is None else min(most, max_tokens),
             adapter=adapter,
+            images=images if images and any(images) else None,
             done=asyncio.get_running_loop().create_future(),
         )
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
@@ -196,8 +200,11 @@ def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: 
 def _batch(rows: Sequence[_Pending]) -> Batch:
     """A batch of rows to continue, each limited to the tokens that the model has room for."""
     adapters = [pending.adapter for pending in rows]
+    more: dict[str, list[str | None] | Images] = {ADAPTER: adapters} if any(adapters) else {}
+    if any(pending.images for pending in rows):
+        more[IMAGES] = Images.joined([pending.images or Images([()], {}) for pending in rows])
     return Batch.of(
-        **({ADAPTER: adapters} if any(each is not None for each in adapters) else {}),
+        **more,
         prompt=[pending.text for pending in rows],
         observation=[None] * len(rows),
         tokens=Ragged.of([pending.tokens for pending in rows], np.int32),

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 
@@ -98,6 +98,23 @@ class Chat(Protocol):
 
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """The text of tokens that continue others, with special tokens by name, without those that end a turn."""
+        ...
+
+
+@runtime_checkable
+class SeeingChat(Protocol):
+    """What the chat of a model that sees images has besides."""
+
+    @property
+    def sees(self) -> bool:
+        """True if the model sees images."""
+        ...
+
+    def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
+        """Render like `Chat.render`, with what stands for the images that messages name.
+
+        Raises DataError too if the model sees none, or one cannot be read.
+        """
         ...
 
 

@@ -241,7 +241,7 @@ class Gateway:
         if isinstance(asked.prompt, str):
             prompt = conversation.ask_text(asked.prompt)
         else:
-            prompt = conversation.ask(asked.prompt, asked.tools)
+            prompt = conversation.ask(asked.prompt, asked.tools, asked.images)
         answers = await self._drawn(session, request, asked, prompt)
         choices = [protocol.Choice(asked.said(each.text, session.new_call), each.drawn) for each in answers]
         if session.id not in self._sessions or await request.is_disconnected():
@@ -263,7 +263,10 @@ class Gateway:
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
         text = prompt.asked if isinstance(prompt.asked, str) else ""
-        draw = partial(self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops)
+        images = session.conversation.images_of(prompt)
+        draw = partial(
+            self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops, images=images
+        )
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())

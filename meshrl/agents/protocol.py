@@ -10,8 +10,8 @@ import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 import msgspec
 from starlette.responses import Response
@@ -20,11 +20,16 @@ from starlette.types import Receive, Scope, Send
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
 from meshrl.agents.conversation import Drawn
 from meshrl.agents.meaning import split_thoughts
-from meshrl.errors import DataError
+from meshrl.data import mark_of, name_of, opened
+from meshrl.errors import DataError, shortened
+from meshrl.tasks import decoded_url
 
 MODEL: Final = "policy"
 """The model's name."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_IMAGES: Final = ("image_url", "input_image")
+_MOST_IMAGES: Final = 64
+"""Most different images of a request."""
 _THOUGHTS: Final = ("thinking", "reasoning", "text", "content", "summary")
 """Fields in which clients put the text of a thought."""
 _THOUGHT: Final = re.compile("(</?think>)")
@@ -53,6 +58,8 @@ class Asked:
     """True if a stream ends with the usage."""
     logprobs: bool = False
     """True if the answer has the log-prob of each token."""
+    images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The files of the images that messages name."""
 
     def said(self, text: str, new_id: Callable[[], str]) -> Message | str:
         """Return what the client gets of the model's text. `new_id`: makes the id of a tool call."""
@@ -286,11 +293,36 @@ def _text_of(content: _Content) -> str:
 
 def _part_of(part: _Json) -> str:
     kind = str(part.get("type"))
+    if kind in _IMAGES:
+        return mark_of(name_of(_file_of(part)))
     if "thinking" in kind or "reasoning" in kind:
         return _thinking(part)
     if kind not in _TEXTS:
-        raise DataError(f"a message has a part of type {kind!r}, and only text is read")
+        raise DataError(f"a message has a part of type {kind!r}, and only texts and images are read")
     return str(part.get("text") or part.get("refusal") or "")
+
+
+def _file_of(part: _Json) -> bytes:
+    """Return the file of a part that is an image. Raises DataError unless it is in the request."""
+    value: object = part.get("image_url")
+    url = cast("_Json", value).get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise DataError(
+            f"a message has the image {shortened(url)}: images are not fetched from other hosts: send it in the request "
+            "as a data URL, data:image/png;base64,..."
+        )
+    return decoded_url(url, "an image of a message")
+
+
+def _images_of(contents: Iterable[_Content]) -> Mapping[str, bytes]:
+    """Return the files of all images in contents, by name. Raises DataError for one that cannot be read."""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    found = {name_of(file): file for part in parts if part.get("type") in _IMAGES for file in [_file_of(part)]}
+    if len(found) > _MOST_IMAGES:
+        raise DataError(f"the messages have {len(found)} different images, and at most {_MOST_IMAGES} are read")
+    for file in found.values():
+        opened(file, "an image of a message")
+    return found
 
 
 def _thinking(value: object) -> str:
@@ -392,8 +424,10 @@ class ChatRequest(_CompletionFields, kw_only=True):
             raise DataError("top_logprobs: only the sampled token's log-prob is available: set this to 0")
         if self.response_format and self.response_format.get("type", "text") != "text":
             raise DataError("response_format: what the model writes is not constrained: take text")
+        images = _images_of(each.content for each in self.messages)
         messages, tools = [each.read() for each in self.messages], _offered(self.tools, self.tool_choice)
-        return self._asked(messages, self.max_completion_tokens or self.max_tokens, tools, logprobs=bool(self.logprobs))
+        limit = self.max_completion_tokens or self.max_tokens
+        return replace(self._asked(messages, limit, tools, logprobs=bool(self.logprobs)), images=images)
 
 
 class CompletionRequest(_CompletionFields, kw_only=True):
@@ -481,6 +515,7 @@ class ResponsesRequest(OpenAIRequest, kw_only=True):
         if self.text and self.text.format and self.text.format.type != "text":
             raise DataError("text.format: what the model writes is not constrained: take text")
         items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        images = _images_of(content for item in items for content in (item.content, item.output))
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
         is_thought = False
         for item in items:
@@ -495,7 +530,7 @@ class ResponsesRequest(OpenAIRequest, kw_only=True):
             is_thought = item.type == "reasoning"
             messages.append(read)
         tools = _offered([tool.read() for tool in self.tools or ()], self.tool_choice)
-        return Asked(messages, self.max_output_tokens, tools)
+        return Asked(messages, self.max_output_tokens, tools, images=images)
 
 
 def _offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:

@@ -100,7 +100,7 @@ class Album:
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         if isinstance(value, str) and value.startswith("data:"):
-            return decoded(value, where)
+            return decoded_url(value, where)
         if isinstance(value, str) and "://" in value[:16]:
             raise DataError(
                 f"{where} is {shortened(value)}: images are not fetched from other hosts: download it, and give its "
@@ -118,10 +118,15 @@ class Album:
         raise DataError(f"{where} is {shortened(value)}: an image is a path, bytes, or a data URL")
 
 
-def decoded(url: str, where: str) -> bytes:
+def decoded_url(url: str, where: str) -> bytes:
     """Return the bytes of a data URL. DataError, which names `where`, if it is none in base64."""
     head, comma, text = url.partition(",")
     if comma and head.endswith(";base64"):
         with suppress(binascii.Error, ValueError):
             return base64.b64decode(text, validate=True)
     raise DataError(f"{where} is {shortened(url)}: write a data URL as data:image/png;base64,...")
+
+
+def data_url(data: bytes) -> str:
+    """Return bytes as a data URL in base64."""
+    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"

@@ -1,11 +1,11 @@
 """The chat format of a Hugging Face model, and the lengths of prompts: its tokenizer and template alone, no weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshrl.agents import Message, Tool
-from meshrl.data import Batch, names_in
+from meshrl.data import Batch, Images, names_in
 from meshrl.errors import DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
 from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, new_vision, read_words
@@ -45,14 +45,23 @@ class HuggingFaceChat:
         self._variables = variables or {}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Render messages in the template. DataError if it refuses them, or if they name images."""
+        """Render messages in the template. DataError if it refuses them."""
+        return self.render_seeing(messages, tools, {})
+
+    @property
+    def sees(self) -> bool:
+        """True if the model sees images."""
+        return self._words.vision is not None
+
+    def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
+        """Render messages with what stands for their images. DataError also if the model sees none."""
         turns = [message.shown() for message in messages]
-        if any(names_in(message.content) for message in messages):
-            raise DataError("the messages name images, which agents do not see yet: give texts alone")
         try:
-            return in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
+            text = in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
+        names = [name for message in messages for name in names_in(message.content)]
+        return self._words.put(text, names, Images([names], images), "the conversation").text
 
     def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
         """Encode a text, which may contain special tokens by name, as it continues tokens."""
