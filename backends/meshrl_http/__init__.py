@@ -4,7 +4,7 @@ from typing import Final
 
 from meshrl_inference import CHAT, COUNTS, ENDS
 
-__all__ = ["CHAT", "COUNTS", "ENDS", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["BLIND", "CHAT", "COUNTS", "ENDS", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""
@@ -14,3 +14,6 @@ OPTIONS: Final = {"Sampler": "meshrl_http.options:HttpConfig"}
 
 NEEDS: Final = "meshrl_http.found:check_servers"
 """Queries the servers in a table, and refuses it if one cannot be used."""
+
+BLIND: Final = True
+"""It takes no images."""

@@ -5,7 +5,7 @@ from typing import Final
 
 from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
+__all__ = ["AXES", "BLIND", "CHAT", "COUNTS", "ENDS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",
@@ -15,3 +15,6 @@ ROLES: Final[Mapping[str, str]] = {
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """The schema of each role's options: the table `vllm` in the role's."""
+
+BLIND: Final = True
+"""It takes no images."""

@@ -308,8 +308,8 @@ def _file_of(part: _Json) -> bytes:
     url = cast("_Json", value).get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url.startswith("data:"):
         raise DataError(
-            f"a message has the image {shortened(url)}: images are not fetched from other hosts: send it in the request "
-            "as a data URL, data:image/png;base64,..."
+            f"a message has the image {shortened(url)}: images are not fetched from other hosts: send it in the "
+            "request as a data URL, data:image/png;base64,..."
         )
     return decoded_url(url, "an image of a message")
 

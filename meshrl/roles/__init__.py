@@ -13,6 +13,7 @@ from meshrl.roles.config import (
     LoraConfig,
     ModelConfig,
     NewModel,
+    NewVision,
     OptimizerConfig,
     Packing,
     PairSampling,
@@ -57,6 +58,7 @@ from meshrl.roles.registry import (
     import_path,
     models_of,
     packages_of,
+    takes_images,
 )
 from meshrl.roles.server import Server, ServerAddress, ServerConfig
 from meshrl.roles.sums import SUMMED_BYTES, Sums
@@ -79,6 +81,7 @@ __all__ = [
     "ModelConfig",
     "Models",
     "NewModel",
+    "NewVision",
     "OptimizerConfig",
     "Packing",
     "PairSampling",
@@ -126,5 +129,6 @@ __all__ = [
     "packages_of",
     "places_of",
     "planner_of",
+    "takes_images",
     "with_options",
 ]

@@ -128,6 +128,11 @@ def models_of(backend: str) -> Models:
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
 
 
+def takes_images(backend: str) -> bool:
+    """True if a backend's roles take rows with images. BackendError as in `implementation`."""
+    return not getattr(_module(backend), "BLIND", False)
+
+
 def axes_of(role: str, backend: str) -> Sequence[str]:
     """Return the axes along which the ranks of a backend's role can be arranged, the last one fastest.
 

@@ -7,10 +7,18 @@ from typing import Final, cast
 
 import numpy as np
 
-from meshrl.config import Config
+from meshrl.config import Config, dotted
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
-from meshrl.roles import ModelConfig, PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling, count_tokens
+from meshrl.roles import (
+    ModelConfig,
+    PolicyConfig,
+    RewardTrainingConfig,
+    SamplerConfig,
+    Sampling,
+    count_tokens,
+    takes_images,
+)
 from meshrl.run.config import AlgorithmConfig, table_of, tables_of, uses_model
 from meshrl.run.memory import longest_of
 from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, prompts_of, read_rows
@@ -40,6 +48,7 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
+    mistakes += _blind(task, config)
     models = (table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and uses_model(model) != "ignored"), None):
         mistakes += _unreadable(task, model, table_of(config, "sampling", Sampling), rows)
@@ -54,6 +63,17 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
                 "give more rows, or remove [evaluation]"
             )
     return mistakes
+
+
+def _blind(task: TaskConfig, config: Config) -> list[str]:
+    """Return the roles of a task with images that take none."""
+    tables = [(path, table) for path, table in tables_of(config) if isinstance(table, PolicyConfig | SamplerConfig)]
+    return [
+        f'task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to "torch", or for a policy '
+        'to "torch" or "fsdp"'
+        for path, table in tables
+        if task.images and not takes_images(table.backend)
+    ]
 
 
 def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:

@@ -90,10 +90,10 @@ def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
         "write a data URL": "data:image/png,abc",
         "a path, bytes, or a data URL": 5,
     }
+    row = {"question": "a", "answer": "b"}
     for match, value in cases.items():
         with pytest.raises(DataError, match=f"rows, row 1: `image`.*({match})"):
-            Task.of([{"image": picture(1), "question": "a", "answer": ""}, {"image": value, "question": "b", "answer": ""}],
-                    images=["image"])  # fmt: skip
+            Task.of([row | {"image": each} for each in (picture(1), value)], images=["image"])
 
 
 def test_odd_images_are_read_as_documented() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class Vision:
             if isinstance(source, ProcessorMixin):
                 source.__class__ = recording
                 return source
+            module = sys.modules[own.__module__]
+            if vars(module).get("num2words", True) is None:  # SmolVLM's, which its processor asks for and videos use
+                vars(module)["num2words"] = str
             table, _ = own.get_processor_dict(source, local_files_only=True)
             parts: list[object] = []
             for name in own.get_attributes():
