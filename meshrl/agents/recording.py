@@ -25,10 +25,10 @@ from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import PER_TOKEN, Transcript, Turn, ragged_columns
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.data import IMAGES, Batch, Images, names_in
+from meshrl.data import IMAGES, Batch, Images, data_url, names_in
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
-from meshrl.tasks import data_url, decoded_url
+from meshrl.tasks import decoded_url
 
 Over: TypeAlias = tuple[str, Batch, Sequence[Transcript]]
 """A finished conversation: the session's name, and the result of `Conversation.take`."""

@@ -20,12 +20,14 @@ from meshrl.data.images import (
 from meshrl.data.images import (
     FINGERPRINTS,
     Images,
+    data_url,
     mark_of,
     name_of,
     names_in,
     opened,
     pieces_of,
     shown,
+    thumbnail,
 )
 from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
@@ -65,6 +67,7 @@ __all__ = [
     "adapters_of",
     "check_dtype",
     "check_lengths",
+    "data_url",
     "frozen",
     "is_ragged",
     "known_mean",
@@ -81,6 +84,7 @@ __all__ = [
     "prompt_text",
     "raw",
     "shown",
+    "thumbnail",
     "unlearned",
     "why_unknown",
     "with_rewards",

@@ -1,5 +1,6 @@
 """Images of rows: named by a hash of their bytes, referred to in texts by name, and held once in a column."""
 
+import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ MOST_PIXELS: Final = 1 << 26
 """Most pixels of an image, such as 8192 x 8192."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Files that are read, whatever their suffix."""
+_SMALL: Final = 128
+"""Most pixels of a side of a thumbnail."""
 _MARK: Final = re.compile(r"<image:([0-9a-f]{32})>")
 
 
@@ -151,6 +154,20 @@ def opened(data: bytes, where: str) -> "Image":
     except Exception as error:  # a damaged file may raise anything
         kind = "this is no whole image"
         raise DataError(f"{where}: {kind}, of {', '.join(FORMATS)}: {described(error)}") from error
+
+
+def thumbnail(data: bytes) -> str:
+    """Return a small copy of an image as a data URL."""
+    image, file = opened(data, "an image"), BytesIO()
+    image.thumbnail((_SMALL, _SMALL))
+    form = "PNG" if max(image.size) < _SMALL else "JPEG"
+    image.save(file, form)
+    return data_url(file.getvalue(), f"image/{form.lower()}")
+
+
+def data_url(data: bytes, kind: str = "application/octet-stream") -> str:
+    """Return a file of this media type as a data URL in base64."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _plain(image: "Image") -> "Image":

@@ -302,7 +302,7 @@ function samplesSection() {
   );
 }
 
-function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
+function sampleCard({ step, prompt, completion, reward, images, ...rest }, low, high) {
   const part = typeof reward === "number" ? (high > low ? (reward - low) / (high - low) : 0.5) : null;
   const tone = part === null ? "var(--other)" : `color-mix(in oklab, var(--scoring) ${part * 100}%, var(--idle))`;
   const facts = Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -310,7 +310,7 @@ function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
     "article",
     { class: "card sample", style: `--tone:${tone}` },
     part === null ? null : make("span", { class: "reward" }, make("small", {}, "reward"), number(reward)),
-    make("p", { class: "prompt" }, `${prompt ?? ""}`),
+    make("p", { class: "prompt" }, ...(images ?? []).map((src) => make("img", { src, alt: "" })), `${prompt ?? ""}`),
     make("p", {}, `${completion ?? ""}`),
     make(
       "dl",

@@ -6,6 +6,7 @@ these attributes too. All functions are given as import paths:
 - `OPTIONS`: the import path of the schema of the backend's options, by role.
 - `MODELS`: what its roles do with the model of their table (see `Models`).
 - `AXES`: the axes along which the ranks of a role can be arranged, by role.
+- `BLIND`: true if its roles take no rows with images.
 - `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
 - `COUNTS`: a function that counts the tokens of prompts, or of whole rows, with the tokenizer of a table's model alone.
 - `ENDS`: a function that says why completions of a sampler's model may never end, with its tokenizer alone.

@@ -13,7 +13,7 @@ import tomli_w
 
 from meshrl import log
 from meshrl.algo import effective_sample_size
-from meshrl.data import Batch, Metrics, known_mean, prompt_text, why_unknown
+from meshrl.data import IMAGES, Batch, Images, Metrics, known_mean, prompt_text, thumbnail, why_unknown
 from meshrl.errors import DataError, described
 from meshrl.events import clock
 from meshrl.run.folder import (
@@ -212,7 +212,8 @@ class Recorder:
         """Write some rows of a batch, evenly spread over it."""
         chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
         texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
-        some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
+        more = [name for name in ("rewards", IMAGES) if name in batch]
+        some = await batch.select(chosen).only(*texts, *more).load()
         self._check()
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
         if "prompt" in columns:
@@ -220,8 +221,12 @@ class Recorder:
         if "rewards" in some:
             columns["reward"] = some.rewards.tolist()
         rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]
-        for row in rows:
-            _write_line(self._samples, {"step": step, **row})
+        images = some[IMAGES] if len(some) and IMAGES in some else None
+        for index, row in enumerate(rows):
+            seen: dict[str, object] = {}
+            if isinstance(images, Images):
+                seen[IMAGES] = [thumbnail(images.pool[name]) for name in images[index]]
+            _write_line(self._samples, {"step": step, **row, **seen})
         self._trackers.send(lambda tracker: tracker.samples(step, rows))
 
     def sizes(self) -> Mapping[str, int]:

@@ -34,7 +34,7 @@ from meshrl.tasks.function import (
     load_function,
     try_reward,
 )
-from meshrl.tasks.images import data_url, decoded_url
+from meshrl.tasks.images import decoded_url
 from meshrl.tasks.sandbox import code_tests
 from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import (
@@ -81,7 +81,6 @@ __all__ = [
     "code_tests",
     "counted",
     "data_cursor",
-    "data_url",
     "decoded_url",
     "exact_match",
     "fill",

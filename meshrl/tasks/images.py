@@ -125,8 +125,3 @@ def decoded_url(url: str, where: str) -> bytes:
         with suppress(binascii.Error, ValueError):
             return base64.b64decode(text, validate=True)
     raise DataError(f"{where} is {shortened(url)}: write a data URL as data:image/png;base64,...")
-
-
-def data_url(data: bytes) -> str:
-    """Return bytes as a data URL in base64."""
-    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
