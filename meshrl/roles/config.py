@@ -331,12 +331,14 @@ class PolicyConfig(PassConfig):
         return {**({DEFAULT_ADAPTER: self.lora} if self.lora else {}), **(self.adapters or {})}
 
     @model_validator(mode="after")
-    def _sends_all_or_adapters(self) -> Self:
+    def _fits_adapters(self) -> Self:
         if self.weight_sync == "broadcast" and self.is_adapted:
             raise ValueError(
                 'weight_sync = "broadcast" sends all weights, and cannot be combined with '
                 f"{'lora' if self.lora else 'adapters'}: remove one of the two"
             )
+        if self.train_vision and self.is_adapted:
+            raise ValueError("train_vision trains weights of the base, which adapters keep frozen: remove one of the two")
         if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
             raise ValueError('weight_sync_dtype = "fp8" is for broadcasts: set weight_sync = "broadcast", or remove it')
         return self

@@ -74,8 +74,9 @@ def _shape(kind: str, words: PreTrainedTokenizerFast, vision: Mapping[str, Any],
 
 
 def _qwen(kind: str, **vision: Any) -> Any:
-    words = tokenizer(_PADS | _AROUND, "<|vision_start|><|image_pad|><|vision_end|>")
-    image, video, start, end = (words.convert_tokens_to_ids(each) for each in words.extra_special_tokens.values())
+    names = _PADS | _AROUND
+    words = tokenizer(names, "<|vision_start|><|image_pad|><|vision_end|>")
+    image, video, start, end = map(words.convert_tokens_to_ids, names.values())
     ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
     text = {"rope_parameters": {**_ROPE, **({"mrope_interleaved": True} if kind == "qwen3_vl" else {})}}
     shape = _shape(kind, words, {**_QWEN, **vision}, text=text, **ids)

@@ -176,7 +176,7 @@ async def test_rows_that_do_not_fit_are_refused(folder: FolderOf) -> None:
     model = folder("qwen2_5_vl")
     batch, trainer = await drawn(model), policy(model)
     shifted = batch.assign(images=Images([[], *batch[IMAGES][:-1]], batch[IMAGES].pool))  # type: ignore[union-attr, list-item]
-    with pytest.raises(DataError, match="has 15 tokens of images, and this model's processor makes 0 of its 0 images"):
+    with pytest.raises(DataError, match="has 6 tokens of images, and this model's processor makes 0 of its 0 images"):
         await trainer.logprobs(shifted)
     with pytest.raises(DataError, match=r"the sampler's processor made .* and this role's makes"):
         await trainer.logprobs(batch.assign(image_fingerprints=[("a",) * len(own) for own in batch[IMAGES]]))  # type: ignore[union-attr]
