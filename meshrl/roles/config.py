@@ -338,7 +338,9 @@ class PolicyConfig(PassConfig):
                 f"{'lora' if self.lora else 'adapters'}: remove one of the two"
             )
         if self.train_vision and self.is_adapted:
-            raise ValueError("train_vision trains weights of the base, which adapters keep frozen: remove one of the two")
+            raise ValueError(
+                "train_vision trains weights of the base, which adapters keep frozen: remove one of the two"
+            )
         if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
             raise ValueError('weight_sync_dtype = "fp8" is for broadcasts: set weight_sync = "broadcast", or remove it')
         return self
