@@ -149,7 +149,7 @@ def opened(data: bytes, where: str) -> "Image":
             return _plain(ImageOps.exif_transpose(file))
     except DataError:
         raise
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{where}: the image has too many pixels: {error}") from error
     except Exception as error:  # a damaged file may raise anything
         kind = "this is no whole image"

@@ -5,6 +5,7 @@ import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +79,7 @@ def test_a_task_reads_paths_bytes_and_data_urls(tmp_path: Path) -> None:
 def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
     huge = bytearray(file(Image.new("RGB", (4, 4))))
     huge[16:24] = (100_000).to_bytes(4) * 2
+    huge[29:33] = crc32(huge[12:29]).to_bytes(4)
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     cases = {
         "is an empty file": b"",
