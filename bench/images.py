@@ -27,7 +27,7 @@ ROWS = 64
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=9)
     options = parser.parse_args()
     job = load_job(shipped_configs()["sft/shapes"], [])
     task, table = vars(job.config)["task"], vars(job.config)["policy"]

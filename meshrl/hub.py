@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, cast
 
 from meshrl.errors import DataError, ModelError
 
@@ -188,5 +188,5 @@ def dataset_rows(
         features = cast("Mapping[str, object]", getattr(found, "features", None) or {})
         for name in files:
             if isinstance(features.get(name), datasets.Image):
-                found = cast("Iterable[Mapping[str, object]]", found.cast_column(name, datasets.Image(decode=False)))
+                found = cast("Any", found).cast_column(name, datasets.Image(decode=False))
         yield from map(dict, islice(found, rows))

@@ -55,7 +55,10 @@ class Images(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 -- a tuple has no sl
     def of(cls, rows: Iterable[Sequence[bytes]]) -> "Images":
         """Make a column of each row's files."""
         pool: dict[str, bytes] = {}
-        names = [[pool.setdefault(name := name_of(each), each) and name for each in row] for row in rows]
+        names: list[list[str]] = []
+        for row in rows:
+            names.append([name_of(each) for each in row])
+            pool |= zip(names[-1], row, strict=True)
         return cls(names, pool)
 
     @classmethod

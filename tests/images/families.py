@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -70,7 +70,10 @@ def tokenizer(names: Mapping[str, str], marks: str, opening: str = "") -> PreTra
 
 def _shape(kind: str, words: PreTrainedTokenizerFast, vision: Mapping[str, Any], **own: Any) -> PretrainedConfig:
     text = {**_TEXT, "vocab_size": len(words), **own.pop("text", {})}
-    return CONFIG_MAPPING[kind](text_config=text, vision_config=dict(vision), tie_word_embeddings=False, **own)
+    made: Any = CONFIG_MAPPING[kind]
+    return cast(
+        "PretrainedConfig", made(text_config=text, vision_config=dict(vision), tie_word_embeddings=False, **own)
+    )
 
 
 def _qwen(kind: str, **vision: Any) -> Any:
@@ -115,7 +118,7 @@ def _gemma3() -> Any:
             strict=True,
         )
     )
-    text = {"sliding_window": 8, "query_pre_attn_scalar": 8}
+    text = {"sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
     shape = _shape("gemma3", words, vision, text=text, mm_tokens_per_image=4, **ids)
     own = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     return shape, words, own, {"processor_class": "Gemma3Processor", "image_seq_length": 4}
@@ -160,9 +163,9 @@ def folder_of(family: str, folder: Path) -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = AutoModelForImageTextToText.from_config(shape)
-    for parameter in network.parameters():  # so that what is seen makes a difference
-        if parameter.dim() > 1:
-            parameter.data *= 3
+        for parameter in network.parameters():  # so that what is seen makes a difference
+            if parameter.dim() > 1:
+                parameter.data = parameter.data * 3 if parameter.any() else torch.randn(parameter.shape) / 4
     network.save_pretrained(folder)
     words.save_pretrained(folder)
     table = {"image_processor": processor.to_dict(), **more}

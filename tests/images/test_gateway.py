@@ -2,7 +2,7 @@
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openai
@@ -11,12 +11,13 @@ import pytest
 from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl.agents import Gateway, read_chat
 from meshrl.agents.recording import Recording, recorded
-from meshrl.data import IMAGES, name_of
+from meshrl.data import IMAGES, Images, name_of
 from meshrl.mesh import Rank, rank_context
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.agents.talks import opened
+from tests.backends.material import floats
 from tests.images.families import folder_of, picture
 
 
@@ -44,8 +45,8 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
         messages += [told.choices[0].message, asked(seen(other), "and this?")]
         await talk.ask(messages)
         written: Any = {"type": "input_image", "image_url": url(one), "detail": "auto"}
-        whole = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}, written]}]
-        await talk.client.responses.create(model="any", input=whole)  # type: ignore[arg-type]
+        whole: Any = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}, written]}]
+        await talk.client.responses.create(model="any", input=whole)
         for wrong, why in {
             "https://example.org/a.png": "not fetched from other hosts",
             url(b"no image"): "no whole image",
@@ -63,11 +64,10 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
     assert not len(rows)
     kept = Task.load(TaskConfig(source=str(lines), prompt="{prompt}", answer="{completion}", held_out=0)).train
     rows = recorded(kept)
-    assert sorted(map(list, rows[IMAGES])) == sorted([[name_of(one), name_of(other)], [name_of(one)]])  # type: ignore[union-attr]
+    assert sorted(map(list, cast("Images", rows[IMAGES]))) == sorted([[name_of(one), name_of(other)], [name_of(one)]])
     policy = TorchPolicy(PolicyConfig(model=config.model, chat=True))
     scored = await policy.logprobs(rows)
     learns = np.asarray(rows.loss_mask.values, np.bool_)
-    np.testing.assert_allclose(
-        scored.ragged("logprobs").values[learns], rows.sampler_logprobs.values[learns], atol=1e-5
-    )
+    found, wanted = floats(scored.ragged("logprobs").values), floats(rows.sampler_logprobs.values)
+    np.testing.assert_allclose(found[learns], wanted[learns], atol=1e-5)
     await policy.update(Batch(rows.columns).assign(advantages=np.ones(len(rows), np.float32)), ClippedLoss())

@@ -3,24 +3,25 @@
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling, Task
+from meshrl import Batch, ClippedLoss, Policy, PolicyConfig, SamplerConfig, Sampling, Task
 from meshrl.data import IMAGES, Images
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import Array, Rank, rank_context
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchPolicy
-from tests.backends.material import Warm, on_ranks
+from tests.backends.material import Warm, floats, on_ranks
 from tests.images.families import FAMILIES, folder_of, picture
 
 FolderOf = Callable[[str], str]
@@ -70,15 +71,15 @@ def alone(folder: str, row: Mapping[str, object]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a row's prompt."""
     kind: Any = PROCESSOR_MAPPING[type(AutoModelForImageTextToText.from_pretrained(folder).config)]
     # No torchvision is installed, and without it transformers reads no processor that also reads videos.
-    bare = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    bare: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     words = AutoTokenizer.from_pretrained(folder)
     parts = {"tokenizer": words, "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil")}
     processor = bare.from_args_and_dict(
         [parts.get(name) for name in kind.get_attributes()], kind.get_processor_dict(folder)[0]
     )
-    given = row["image"]
+    given: Any = row["image"]
     files = given if isinstance(given, list) else [given] if given else []
-    content = [*({"type": "image"} for _ in files), {"type": "text", "text": row["question"]}]
+    content: Any = [*({"type": "image"} for _ in files), {"type": "text", "text": row["question"]}]
     text = words.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     images = {"images": [Image.open(BytesIO(file)) for file in files]} if files else {}
     made = processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)
@@ -93,7 +94,8 @@ def told(network: Any, inputs: Mapping[str, Tensor], said: Tensor) -> Tensor:
             more = said if name == "input_ids" else torch.zeros_like(said)
             given[name] = torch.cat([each, more[None]], 1)
     logits = network(**given, use_cache=False).logits[0].float()
-    return logits.log_softmax(-1)[-len(said) - 1 : -1].gather(1, said[:, None])[:, 0]
+    logprobs: Tensor = logits.log_softmax(-1)[-len(said) - 1 : -1].gather(1, said[:, None])[:, 0]
+    return logprobs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,8 +110,8 @@ async def test_trainer_and_sampler_are_transformers_alone(family: str, folder: F
         assert tokens[~learns].tolist() == own["input_ids"][0].tolist()
         with torch.no_grad():
             wanted = told(network, own, torch.from_numpy(tokens[learns].astype(np.int64))).numpy()
-        np.testing.assert_allclose(scored.ragged("logprobs")[number][learns], wanted, atol=1e-5)
-        np.testing.assert_allclose(batch.sampler_logprobs[number][learns], wanted, atol=1e-5)
+        for found in (scored.ragged("logprobs"), batch.sampler_logprobs):
+            np.testing.assert_allclose(floats(found[number])[learns], wanted, atol=1e-5)
     with torch.no_grad():
         said = inputs[0]["input_ids"][0, -2:]
         blind, seen = (told(network, given, said) for given in (_blind(inputs[0]), inputs[0]))
@@ -133,12 +135,16 @@ def _blind(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {"input_ids": inputs["input_ids"]}
 
 
-async def tensors(trainer: TorchPolicy) -> Mapping[str, Array]:
+async def tensors(trainer: Policy) -> Mapping[str, Array]:
     return {name: each.copy() for name, each in (await trainer.weights()).tensors.items()}
 
 
-def values(batch: Batch) -> Array:
-    return batch.ragged("logprobs").values
+def values(batch: Batch) -> NDArray[np.float32]:
+    return floats(batch.ragged("logprobs").values)
+
+
+def images(batch: Batch) -> Images:
+    return cast("Images", batch[IMAGES])
 
 
 async def test_adapters_are_of_the_language_model_and_peft_reads_them(folder: FolderOf, tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ async def test_what_sees_is_trained_if_asked_for(folder: FolderOf) -> None:
 async def test_a_rank_without_images_keeps_in_step(folder: FolderOf, warm: Warm) -> None:
     model, batch = folder("qwen3_vl"), (await drawn(folder("qwen3_vl"))).select([0, 4, 5])
     config = PolicyConfig.model_validate({"model": model, "chat": True, "train_vision": True})
-    found: list[tuple[float, Array]] = []
+    found: list[tuple[float, NDArray[np.float32]]] = []
     for made in (TorchPolicy(config), await (await warm(2)).spawn(FsdpPolicy, config)):
         metrics = await made.update(batch, ClippedLoss())
         found.append((metrics["grad_norm"], values(await (await made.logprobs(batch)).load())))
@@ -180,11 +186,11 @@ async def test_a_rank_without_images_keeps_in_step(folder: FolderOf, warm: Warm)
 async def test_rows_that_do_not_fit_are_refused(folder: FolderOf) -> None:
     model = folder("qwen2_5_vl")
     batch, trainer = await drawn(model), policy(model)
-    shifted = batch.assign(images=Images([[], *batch[IMAGES][:-1]], batch[IMAGES].pool))  # type: ignore[union-attr, list-item]
+    shifted = batch.assign(images=Images([(), *images(batch)[:-1]], images(batch).pool))
     with pytest.raises(DataError, match="has 6 tokens of images, and this model's processor makes 0 of its 0 images"):
         await trainer.logprobs(shifted)
     with pytest.raises(DataError, match=r"the sampler's processor made .* and this role's makes"):
-        await trainer.logprobs(batch.assign(image_fingerprints=[("a",) * len(own) for own in batch[IMAGES]]))  # type: ignore[union-attr]
+        await trainer.logprobs(batch.assign(image_fingerprints=[("a",) * len(own) for own in images(batch)]))
     with pytest.raises(DataError, match="it stands for one"):
         await drawn(model, Batch.of(prompt=["<|image_pad|>"], groups=np.zeros(1, np.int64)))
     with pytest.raises(DataError, match="does not have"):

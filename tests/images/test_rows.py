@@ -2,9 +2,10 @@
 
 import base64
 import json
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import numpy as np
@@ -25,6 +26,10 @@ def file(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
     return made.getvalue()
 
 
+def pool(batch: Batch) -> Mapping[str, bytes]:
+    return cast("Images", batch[IMAGES]).pool
+
+
 def test_a_file_travels_once_however_often_its_row_is_repeated() -> None:
     one, other = picture(1, 200, 200), picture(2, 200, 200)
     batch = Batch.of(images=Images.of([[one], [other, one], []]), groups=np.arange(3))
@@ -34,8 +39,8 @@ def test_a_file_travels_once_however_often_its_row_is_repeated() -> None:
     assert Batch.from_wire(*group.to_wire()) == group
     parts = group.split(5)
     assert Batch.join(parts) == group
-    assert Batch.join(parts)[IMAGES].pool == {name_of(one): one, name_of(other): other}  # type: ignore[union-attr]
-    assert group.select([0])[IMAGES].pool == {name_of(one): one}  # type: ignore[union-attr]
+    assert pool(Batch.join(parts)) == {name_of(one): one, name_of(other): other}
+    assert pool(group.select([0])) == {name_of(one): one}
     with pytest.raises(DataError, match=r"Images\.of"):
         Batch.of(images=["a.png"])
 
@@ -66,7 +71,7 @@ def test_a_task_reads_paths_bytes_and_data_urls(tmp_path: Path) -> None:
     }.items():
         found = task(prompt)
         assert list(found.objects("prompt")) == wanted
-        assert found[IMAGES].pool == both  # type: ignore[union-attr]
+        assert pool(found) == both
     said = task("{messages}").objects("prompt")
     assert [each[0]["content"] for each in said] == [f"Compare {names[0]}{names[1]}", f"{names[1]}{names[0]}x"]  # type: ignore[index]
     assert prompt_text(found.objects("prompt")[0]) == f"What? In [image {name_of(one)[:8]}]."

@@ -227,11 +227,13 @@ def generator_of(shape: PretrainedConfig) -> type[AutoModelForCausalLM | AutoMod
 
 
 def _read_generator(folder: Path | None, *, config: PretrainedConfig, **how: Any) -> object:
-    return generator_of(config).from_pretrained(folder, config=config, **how)
+    kind: Any = generator_of(config)
+    return cast("object", kind.from_pretrained(folder, config=config, **how))
 
 
 def _make_generator(config: PretrainedConfig, **how: Any) -> object:
-    return generator_of(config).from_config(config, **how)
+    kind: Any = generator_of(config)
+    return cast("object", kind.from_config(config, **how))
 
 
 GENERATOR: Final = Kind("causal language model", "it cannot generate", _read_generator, _make_generator)
@@ -340,7 +342,7 @@ def new_vision(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> Vision | N
     if spec.vision is None:
         return None
     size, patch = spec.vision.image_size, spec.vision.patch_size
-    scaled = {"size": {"height": size, "width": size}, "do_center_crop": False}
+    scaled: dict[str, Any] = {"size": {"height": size, "width": size}, "do_center_crop": False}
     processor = LlavaProcessor(
         CLIPImageProcessorPil(**scaled), tokenizer, patch, "default", image_token=_IMAGE, num_additional_image_tokens=1
     )
@@ -392,7 +394,7 @@ def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> Pretrained
     return LlavaConfig(
         text_config=words,
         vision_config=eyes,
-        image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
+        image_token_index=cast("int", tokenizer.convert_tokens_to_ids(_IMAGE)),
         image_seq_length=(own.image_size // own.patch_size) ** 2,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",

@@ -406,8 +406,9 @@ def _reads_lists(tokenizer: PreTrainedTokenizerBase) -> bool:
     if template not in _listed:
         mark, found = unused(template), list[bool]()
         for content in (mark, [{"type": "text", "text": mark}]):
+            message: Any = {"role": "user", "content": content}
             try:
-                text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+                text = tokenizer.apply_chat_template([message], tokenize=False)
                 found.append(mark in str(text) and "'type'" not in str(text))
             except Exception:  # noqa: BLE001 -- a template may raise anything
                 found.append(False)

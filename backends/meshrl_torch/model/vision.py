@@ -75,7 +75,8 @@ class Vision:
         """`source`: the model's folder, or a new model's processor."""
         self._shape, self._tokenizer, self._source = shape, tokenizer, source
         self._kept: OrderedDict[str, Seen] = OrderedDict()
-        self.token: int = int(getattr(shape, "image_token_id", None) or getattr(shape, "image_token_index", -1))
+        named = (getattr(shape, name, None) for name in ("image_token_id", "image_token_index"))
+        self.token: int = next((each for each in named if isinstance(each, int)), -1)
         """The token whose embedding is replaced by a feature of an image."""
 
     @classmethod
@@ -119,7 +120,7 @@ class Vision:
             for file in self._source.glob("*processor_config.json"):
                 shutil.copy(file, folder)
         else:
-            cast("ProcessorMixin", self._source).save_pretrained(folder)
+            self._source.save_pretrained(folder)
 
     def seen(self, images: Images, name: str, where: str) -> Seen:
         """Return what the processor makes of an image. DataError, which names `where`, if it cannot be read."""
@@ -148,7 +149,7 @@ class Vision:
 
         DataError if it has not as many of these as names.
         """
-        token = str(self.processor.image_token) if names else self._tokenizer.decode([self.token])
+        token = str(self.processor.image_token) if names else str(self._tokenizer.decode([self.token]))
         pieces = text.split(token)
         if len(names) > 1:
             _ = self._dims  # which may refuse several

@@ -88,8 +88,8 @@ class OwnCache:
             ids = torch.from_numpy(np.stack(list(group)))
             own = None if adapters is None else adapters[first : first + len(ids)]
             peers = Peers(np.arange(first, first + len(ids)), ids[:, :0], own)
-            seen = self._seen(model, ids, images.take(slice(first, first + len(ids)))) if images else None
-            states = self._read(model, peers, ids, records, seen)
+            taken = self._taken(model, ids, images.take(slice(first, first + len(ids)))) if images else None
+            states = self._read(model, peers, ids, records, taken)
             hidden.append(states.hidden)
             experts += [] if states.experts is None else [states.experts]
             rows = np.flatnonzero((which >= first) & (which < first + len(ids)))
@@ -119,7 +119,7 @@ class OwnCache:
                 peers.keep(~free)
         self._peers = [peers for peers in self._peers if len(peers.slots)]
 
-    def _seen(self, model: LanguageModel, ids: Tensor, images: Images) -> Mapping[str, Tensor] | None:
+    def _taken(self, model: LanguageModel, ids: Tensor, images: Images) -> Mapping[str, Tensor] | None:
         """Return what the body takes for the images of prefixes. None if they have none."""
         if model.vision is None or not any(images):
             return None
@@ -135,11 +135,11 @@ class OwnCache:
         peers: Peers,
         ids: Tensor,
         records: bool,
-        seen: Mapping[str, Tensor] | None = None,
+        taken: Mapping[str, Tensor] | None = None,
     ) -> States:
         """Read the next tokens, int64[rows, tokens], of rows of one length. Experts are those of these tokens.
 
-        `seen`: what the body takes for their images.
+        `taken`: what the body takes for their images.
         """
         count = ids.shape[1]
         peers.ids = torch.cat([peers.ids, ids], 1)
@@ -156,7 +156,7 @@ class OwnCache:
             keeps = hasattr(model.body, _DELTAS)
             if keeps:
                 setattr(model.body, _DELTAS, peers.deltas)
-            output = model.body(**{"input_ids": read, **(seen or {})}, use_cache=True, **had)
+            output = model.body(**{"input_ids": read, **(taken or {})}, use_cache=True, **had)
             peers.cache = getattr(output, self._keyword)
             peers.deltas = cast("Tensor | None", getattr(model.body, _DELTAS)) if keeps else None
         experts = None
