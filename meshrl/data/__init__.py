@@ -15,10 +15,8 @@ from meshrl.data.bucket import Bucket, Entry
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.delta import WeightSource
 from meshrl.data.images import (
-    COLUMN as IMAGES,
-)
-from meshrl.data.images import (
     FINGERPRINTS,
+    IMAGES,
     Images,
     data_url,
     mark_of,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from typing_extensions import Buffer
 
-from meshrl.data.images import COLUMN, Images
+from meshrl.data.images import IMAGES, Images
 from meshrl.data.ragged import (
     Ragged,
     Source,
@@ -64,7 +64,7 @@ def taken(name: str, column: ColumnLike) -> Column:
 
 def _standard(name: str, column: Column) -> Column:
     """Convert a standard column to its kind and dtype."""
-    if name == COLUMN and not isinstance(column, Images) and len(column):
+    if name == IMAGES and not isinstance(column, Images) and len(column):
         raise DataError(f"the standard column `{name}` is {describe(column)}: give Images.of(files of each row)")
     dtype = TOKEN_COLUMNS.get(name) or ROW_COLUMNS.get(name)
     if dtype is None:

@@ -18,7 +18,7 @@ from meshrl.mesh import Array, Rows
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-COLUMN: Final = "images"
+IMAGES: Final = "images"
 """The column of images."""
 FINGERPRINTS: Final = "image_fingerprints"
 """The column of what a sampler's processor made of each image, a text for each."""
@@ -47,7 +47,7 @@ class Images(tuple[tuple[str, ...], ...]):  # noqa: SLOT001 -- a tuple has no sl
         except KeyError as error:
             raise DataError(
                 f"a text names the image {error.args[0]}, and the rows do not have it: give the texts and the column "
-                f"`{COLUMN}` of the same rows"
+                f"`{IMAGES}` of the same rows"
             ) from None
         return self
 
