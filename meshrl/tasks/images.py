@@ -34,13 +34,13 @@ class Album:
         self._keys, self._folder = keys, folder
         self.pool: dict[str, bytes] = {}
 
-    def named(self, row: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:
+    def named(self, row: dict[str, object], where: str) -> tuple[dict[str, object], list[str]]:
         """Return a row with what stands for each image in texts, and the names of its images in order.
 
         DataError, which names `where`, for a value that is no image.
         """
         if not self._keys:
-            return dict(row), []
+            return row, []
         named, names = dict(row), list[str]()
         for key in self._keys:
             if key not in row:
