@@ -16,6 +16,7 @@ from meshrl.roles import (
     RewardTrainingConfig,
     SamplerConfig,
     Sampling,
+    backends_with,
     count_tokens,
     takes_images,
 )
@@ -69,8 +70,8 @@ def _blind(task: TaskConfig, config: Config) -> list[str]:
     """Return the roles of a task with images that take none."""
     tables = [(path, table) for path, table in tables_of(config) if isinstance(table, PolicyConfig | SamplerConfig)]
     return [
-        f'task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to "torch", or for a policy '
-        'to "torch" or "fsdp"'
+        f"task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to one of "
+        f"{', '.join(map(repr, filter(takes_images, backends_with(table.role))))}"
         for path, table in tables
         if task.images and not takes_images(table.backend)
     ]

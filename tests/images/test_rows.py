@@ -17,6 +17,7 @@ from pyarrow import parquet
 from meshrl import Batch, Task, TaskConfig
 from meshrl.data import IMAGES, Images, mark_of, name_of, opened, prompt_text
 from meshrl.errors import DataError
+from meshrl.run import find_mistakes, load_job, shipped_configs
 from tests.images.families import picture
 
 
@@ -118,3 +119,11 @@ def test_odd_images_are_read_as_documented() -> None:
     assert (upright.size, upright.getpixel((3, 0))) == ((4, 6), (0, 0, 255))
     assert opened(file(Image.new("RGBA", (2, 2), (9, 9, 9, 0))), "").getpixel((0, 0)) == (255, 255, 255)
     assert opened(file(Image.new("P", (2, 2), 0), "GIF"), "").mode == "RGB"
+
+
+def test_a_backend_without_images_is_a_mistake_before_a_run() -> None:
+    keys = ["task.options={size = 40}", "task.held_out=0", "policy.backend=megatron"]
+    job = load_job(shipped_configs()["sft/shapes"], keys)
+    assert "policy.backend = 'megatron' takes no images: set it to one of" in "".join(
+        find_mistakes(job.config, job.run)
+    )
