@@ -5,12 +5,12 @@ Cached files are read without a network. The library's settings apply: HF_HOME, 
 
 import errno
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, cast
 
 from meshrl.errors import DataError, ModelError
 
@@ -159,11 +159,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = None) -> Iterator[dict[str, object]]:
+def dataset_rows(
+    text: str, options: Mapping[str, object], rows: int | None = None, files: Sequence[str] = ()
+) -> Iterator[dict[str, object]]:
     """Yield the rows of `ORG/NAME[@REVISION]`, split `train` by default; with `rows`, only that many.
 
-    `options`: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split`. Raises
-    DataError if the dataset, configuration or split does not exist.
+    `files`: columns of images, which are not decoded here. `options`: arguments of `datasets.load_dataset`, such as
+    `name`, the dataset's configuration, and `split`. Raises DataError if the dataset, configuration or split does not
+    exist.
     """
     name, revision = parsed(text, "dataset")
     try:
@@ -182,4 +185,8 @@ def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = No
             raise
         except (ValueError, TypeError) as error:
             raise DataError(f"dataset {text!r}: {_first_line(error)}") from error
+        features = cast("Mapping[str, object]", getattr(found, "features", None) or {})
+        for name in files:
+            if isinstance(features.get(name), datasets.Image):
+                found = cast("Any", found).cast_column(name, datasets.Image(decode=False))
         yield from map(dict, islice(found, rows))

@@ -12,6 +12,7 @@ from meshrl.run.jobs import shipped_scripts
 from meshrl.run.recorder import Recorder
 from tests.backends.test_recipes import save_models
 from tests.first_hour.chat_model import save_tokenizer
+from tests.images.families import folder_of
 
 CONFIGS = shipped_configs()
 SEVERAL = "reward={functions = {right = 'numeric_answer', form = 'reasoning_format'}, weights = {form = 0.1}}"
@@ -37,9 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save_tokenizer(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
+        sees = Path(folder_of("llava", tmp_path_factory.mktemp("sees")))
         for path in CONFIGS.values():
-            run = load_job(path, []).run
-            shutil.copytree(model, made / run.folder / run.name / "model", dirs_exist_ok=True)
+            job = load_job(path, [])
+            run, task = job.run, vars(job.config).get("task")
+            shutil.copytree(
+                sees if task and task.images else model, made / run.folder / run.name / "model", dirs_exist_ok=True
+            )
         save_models(made)
         yield made
 

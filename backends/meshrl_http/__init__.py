@@ -5,7 +5,7 @@ from typing import Final
 from meshrl.data import Masks
 from meshrl_inference import CHAT, COUNTS, ENDS, TEXTS
 
-__all__ = ["CHAT", "COUNTS", "ENDS", "MASKS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
+__all__ = ["BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
 
 MASKS: Final[Masks] = "plain"
 """Servers hold answers to plain constraints, under masks of their own."""
@@ -18,3 +18,6 @@ OPTIONS: Final = {"Sampler": "meshrl_http.options:HttpConfig"}
 
 NEEDS: Final = "meshrl_http.found:check_servers"
 """Queries the servers in a table, and refuses it if one cannot be used."""
+
+BLIND: Final = True
+"""It takes no images."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from meshrl_torch import COUNTS, FLOPS, MODELS, TEXTS
 
-__all__ = ["AXES", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+__all__ = ["AXES", "BLIND", "COUNTS", "FLOPS", "MEMORY", "MODELS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.roles:MegatronCritic",
@@ -30,3 +30,6 @@ MEMORY: Final = "meshrl_megatron.memory:held"
 
 READS: Final = "meshrl_megatron.shape:reads"
 """Says how a role's model reads rows, without its values."""
+
+BLIND: Final = True
+"""It takes no images."""

@@ -6,7 +6,7 @@ from typing import Final
 from meshrl.data import Masks
 from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
-__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+__all__ = ["AXES", "BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
 MASKS: Final[Masks] = "served"
 """Answers are held to any constraint, under masks of the engine's own."""
@@ -19,3 +19,6 @@ ROLES: Final[Mapping[str, str]] = {
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """The schema of each role's options: the table `vllm` in the role's."""
+
+BLIND: Final = True
+"""It takes no images."""

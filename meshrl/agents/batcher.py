@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents.conversation import Drawn, Ints
-from meshrl.data import ADAPTER, CONSTRAINT, Batch, Ragged, Source, masked_spans
+from meshrl.data import ADAPTER, CONSTRAINT, IMAGES, Batch, Images, Ragged, Source, masked_spans
 from meshrl.errors import DataError
 from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
@@ -46,6 +46,8 @@ class _Pending:
     max_tokens: int
     adapter: str | None
     constraint: str | None
+    images: Images | None
+    """A column of one row."""
     done: asyncio.Future[Answer]
 
 
@@ -73,12 +75,14 @@ class RequestBatcher:
         stop: Sequence[str],
         adapter: str | None = None,
         constraint: str | None = None,
+        images: Images | None = None,
     ) -> Answer:
         """Draw after a prompt, int[tokens]. Returns no tokens if the model has no room.
 
         Raises what the sampler raises, and DataError if this is closed. `text` is that of a prompt without messages, or
         "". `max_tokens` lowers the limit of `sampling`. `stop` adds texts that end the answer. `adapter`: the one that
-        draws it, as rows name it. `constraint`: the text of what holds the answer.
+        draws it, as rows name it. `constraint`: the text of what holds the answer. `images`: those of the prompt, a
+        column of one row.
         """
         if self._closed:
             raise DataError("the gateway is closed, and draws nothing more: make another")
@@ -93,6 +97,7 @@ class RequestBatcher:
             max_tokens=most if max_tokens is None else min(most, max_tokens),
             adapter=adapter,
             constraint=constraint,
+            images=images if images and any(images) else None,
             done=asyncio.get_running_loop().create_future(),
         )
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
@@ -201,9 +206,15 @@ def _cancel_if_unwanted(unanswered: set[_Pending], call: asyncio.Task[None], _: 
 def _batch(rows: Sequence[_Pending]) -> Batch:
     """A batch of rows to continue, each limited to the tokens that the model has room for."""
     adapters, constraints = [pending.adapter for pending in rows], [pending.constraint for pending in rows]
+    more: dict[str, list[str | None] | Images] = {
+        name: values
+        for name, values in ((ADAPTER, adapters), (CONSTRAINT, constraints))
+        if any(each is not None for each in values)
+    }
+    if any(pending.images for pending in rows):
+        more[IMAGES] = Images.joined([pending.images or Images([()], {}) for pending in rows])
     return Batch.of(
-        **({CONSTRAINT: constraints} if any(each is not None for each in constraints) else {}),
-        **({ADAPTER: adapters} if any(each is not None for each in adapters) else {}),
+        **more,
         prompt=[pending.text for pending in rows],
         observation=[None] * len(rows),
         tokens=Ragged.of([pending.tokens for pending in rows], np.int32),

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 
@@ -123,6 +123,23 @@ class Chat(Protocol):
 
     def check(self, constraint: Constraint) -> None:
         """Raise DataError if no answer can be held to a constraint, such as one with a wrong schema."""
+        ...
+
+
+@runtime_checkable
+class SeeingChat(Protocol):
+    """What the chat of a model that sees images has besides."""
+
+    @property
+    def sees(self) -> bool:
+        """True if the model sees images."""
+        ...
+
+    def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
+        """Render like `Chat.render`, with what stands for the images that messages name.
+
+        Raises DataError too if the model sees none, or one cannot be read.
+        """
         ...
 
 

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshrl import log
-from meshrl.agents.chat import Chat, Message, Tool, key_after
+from meshrl.agents.chat import Chat, Message, SeeingChat, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
-from meshrl.data import Batch, Ragged, Source, Span, masked_text
+from meshrl.data import IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
@@ -148,6 +148,8 @@ class Conversation:
     def __init__(self, chat: Chat, changes: Iterator[int] | None = None) -> None:
         """`changes`: numbers of changed histories from 1 on, which conversations may share."""
         self._chat = chat
+        self._images: dict[str, bytes] = {}
+        """The images that messages name."""
         self._changes = changes or itertools.count(1)
         self._answers = 0
         self._firsts: dict[Turn, Turn] = {}
@@ -167,11 +169,20 @@ class Conversation:
         """Number of answered turns."""
         return self._answers
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, is_trial: bool = False) -> Prompt:
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        images: Mapping[str, bytes] | None = None,
+        *,
+        is_trial: bool = False,
+    ) -> Prompt:
         """Return the prompt of the next turn. Raises DataError without messages, or if the template refuses them.
 
-        `is_trial`: the prompt is looked at and not answered, so the log says nothing of a changed history.
+        `images`: the files of those that messages name, as `data.Images` has them. `is_trial`: the prompt is looked at
+        and not answered, so the log says nothing of a changed history.
         """
+        self._images |= images or {}
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
         key, heard, turns, is_changed = self._followed(messages, tools)
@@ -301,8 +312,14 @@ class Conversation:
         experts = [[turn.drawn.experts for turn in path if turn.drawn.experts is not None] for path in paths]
         recorded = [np.concatenate(each) for each in experts if each]
         versions = [row["versions"][np.flatnonzero(row["loss_mask"])] for row in rows]
+        more: dict[str, Ragged | Images] = {}
+        if recorded:
+            more["experts"] = Ragged.of(recorded, np.int16, source=Source("sampler"))
+        if isinstance(self._chat, SeeingChat) and self._chat.sees:
+            heard = [[each.message.content for turn in path for each in turn.heard] for path in paths]
+            more[IMAGES] = Images([[name for text in own for name in names_in(text)] for own in heard], self._images)
         return Batch.of(
-            **({"experts": Ragged.of(recorded, np.int16, source=Source("sampler"))} if recorded else {}),
+            **more,
             prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],
             completion=[self._chat.decode(tokens[begin:], tokens[:begin]) for tokens, begin in texts],
             **ragged_columns(rows),
@@ -405,12 +422,24 @@ class Conversation:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages, without special tokens in answers if the template refuses those."""
         try:
-            return self._chat.render(messages, tools)
+            return self._shown(messages, tools)
         except DataError:
             plain = [msgspec.structs.replace(each, content=without_special(each.content)) for each in messages]
             if plain == list(messages):
                 raise
-            return self._chat.render(plain, tools)
+            return self._shown(plain, tools)
+
+    def _shown(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        if not self._images:
+            return self._chat.render(messages, tools)
+        if not isinstance(self._chat, SeeingChat):
+            raise DataError("the messages have images, and this model's chat takes texts alone")
+        return self._chat.render_seeing(messages, tools, self._images)
+
+    def images_of(self, prompt: Prompt) -> Images:
+        """Return the images of a prompt, a column of one row."""
+        names = [name for message in prompt.messages for name in names_in(message.content)]
+        return Images([names], self._images)
 
     def _continued(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
         last = turn.drawn.tokens[-1]

@@ -272,7 +272,7 @@ class Gateway:
         if isinstance(asked.prompt, str):
             prompt = conversation.ask_text(asked.prompt)
         else:
-            prompt = conversation.ask(asked.prompt, asked.tools, is_trial=body.is_counted)
+            prompt = conversation.ask(asked.prompt, asked.tools, asked.images, is_trial=body.is_counted)
         if body.is_counted:
             counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
             return protocol.json_response(200, counted.whole())
@@ -302,9 +302,16 @@ class Gateway:
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
         text = prompt.asked if isinstance(prompt.asked, str) else ""
-        held = constraint.text if constraint else None
+        held, images = constraint.text if constraint else None, session.conversation.images_of(prompt)
         draw = partial(
-            self._batcher.draw, prompt.tokens, text, session.sampling, asked.limit, asked.stops, constraint=held
+            self._batcher.draw,
+            prompt.tokens,
+            text,
+            session.sampling,
+            asked.limit,
+            asked.stops,
+            constraint=held,
+            images=images,
         )
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))

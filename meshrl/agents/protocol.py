@@ -10,8 +10,8 @@ import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 import msgspec
 from starlette.responses import Response
@@ -21,12 +21,16 @@ from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall
 from meshrl.agents.conversation import Drawn
 from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
-from meshrl.data import Branch, Constraint
-from meshrl.errors import DataError
+from meshrl.data import Branch, Constraint, mark_of, name_of, opened
+from meshrl.errors import DataError, shortened
+from meshrl.tasks import decoded_url
 
 MODEL: Final = "policy"
 """The model's name."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_IMAGES: Final = ("image_url", "input_image")
+_MOST_IMAGES: Final = 64
+"""Most different images of a request."""
 _THOUGHTS: Final = ("thinking", "reasoning", "text", "content", "summary")
 """Fields in which clients put the text of a thought."""
 _THOUGHT: Final = re.compile("(</?think>)")
@@ -61,6 +65,8 @@ class Asked:
     """The form of an answer without a call. None if it is free."""
     called: Sequence[str] = ()
     """The tools of which the model must call one. Empty if it need not call any."""
+    images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The files of the images that messages name."""
 
     def constraint(self, calls: CallForm, thought: str) -> Constraint | None:
         """Return what the answer may be, None if anything. `thought`: the tag that ends an open thought, or ""."""
@@ -311,11 +317,36 @@ def _text_of(content: _Content) -> str:
 
 def _part_of(part: Json) -> str:
     kind = str(part.get("type"))
+    if kind in _IMAGES:
+        return mark_of(name_of(_file_of(part)))
     if "thinking" in kind or "reasoning" in kind:
         return tagged_thought(part)
     if kind not in _TEXTS:
-        raise DataError(f"a message has a part of type {kind!r}, and only text is read")
+        raise DataError(f"a message has a part of type {kind!r}, and only texts and images are read")
     return str(part.get("text") or part.get("refusal") or "")
+
+
+def _file_of(part: Json) -> bytes:
+    """Return the file of a part that is an image. Raises DataError unless it is in the request."""
+    value: object = part.get("image_url")
+    url = cast("Json", value).get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise DataError(
+            f"a message has the image {shortened(url)}: images are not fetched from other hosts: send it in the "
+            "request as a data URL, data:image/png;base64,..."
+        )
+    return decoded_url(url, "an image of a message")
+
+
+def _images_of(contents: Iterable[_Content]) -> Mapping[str, bytes]:
+    """Return the files of all images in contents, by name. Raises DataError for one that cannot be read."""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    found = {name_of(file): file for part in parts if part.get("type") in _IMAGES for file in [_file_of(part)]}
+    if len(found) > _MOST_IMAGES:
+        raise DataError(f"the messages have {len(found)} different images, and at most {_MOST_IMAGES} are read")
+    for file in found.values():
+        opened(file, "an image of a message")
+    return found
 
 
 def tagged_thought(value: object) -> str:
@@ -430,9 +461,11 @@ class ChatRequest(_CompletionFields, kw_only=True):
         schema = given.get("json_schema")
         schema = schema.get("schema") if isinstance(schema, dict) else None
         form = format_form(given.get("type"), schema, "response_format")
+        images = _images_of(each.content for each in self.messages)
         messages, tools = [each.read() for each in self.messages], offered(self.tools, self.tool_choice)
         called, limit = names_called(tools, self.tool_choice), self.max_completion_tokens or self.max_tokens
-        return self._asked(messages, limit, tools, logprobs=bool(self.logprobs), form=form, called=called)
+        asked = self._asked(messages, limit, tools, logprobs=bool(self.logprobs), form=form, called=called)
+        return replace(asked, images=images)
 
 
 class CompletionRequest(_CompletionFields, kw_only=True):
@@ -521,6 +554,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
         given = self.text.format if self.text else None
         form = format_form(given.type, given.schema, "text.format") if given else None
         items = [_Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        images = _images_of(content for item in items for content in (item.content, item.output))
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
         is_thought = False
         for item in items:
@@ -536,7 +570,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
             messages.append(read)
         tools = offered([tool.read() for tool in self.tools or ()], self.tool_choice)
         called = names_called(tools, self.tool_choice)
-        return Asked(messages, self.max_output_tokens, tools, form=form, called=called)
+        return Asked(messages, self.max_output_tokens, tools, form=form, called=called, images=images)
 
 
 def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:

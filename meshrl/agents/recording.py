@@ -25,9 +25,10 @@ from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import PER_TOKEN, Transcript, Turn, ragged_columns
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.data import MASKED, Batch
+from meshrl.data import IMAGES, MASKED, Batch, Images, data_url, names_in
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
+from meshrl.tasks import decoded_url
 
 Over: TypeAlias = tuple[str, Batch, Sequence[Transcript]]
 """A finished conversation: the session's name, and the result of `Conversation.take`."""
@@ -113,13 +114,23 @@ class Recording:
             **{name: batch.ragged(name)[row].tolist() for name in PER_TOKEN},
             **{name: batch.row(name)[row].item() for name in _PER_ROW},
             **({MASKED: masked} if (masked := batch.objects(MASKED)[row]) is not None else {}),
+            **self._images(batch, row),
         }
+
+    def _images(self, batch: Batch, row: int) -> Mapping[str, object]:
+        """The images of a row, as data URLs in order, if its model sees."""
+        if IMAGES not in batch:
+            return {}
+        images = cast("Images", batch[IMAGES])
+        return {IMAGES: [data_url(images.pool[name]) for name in images[row]]}
 
     def _prompt(self, transcript: Transcript, tokens: Sequence[int]) -> str:
         """The rendered prompt of the last answer."""
         if not transcript.messages:
             return transcript.prompt
         try:
+            if any(names_in(message.content) for message in transcript.messages):
+                raise DataError("a text alone does not have the images")
             return self.chat.render(transcript.messages, transcript.tools)
         except DataError:  # a template may refuse the messages, such as two calls at once
             return self.chat.decode(tokens[: -len(transcript.drawn.tokens)])
@@ -207,4 +218,7 @@ def recorded(batch: Batch) -> Batch:
         if lacks := [name for name in (*PER_TOKEN, *_PER_ROW) if name not in row]:
             raise DataError(f"row {number} has no {lacks[0]!r}: `meshrl record` did not write these rows")
     per_row = {name: np.array([row[name] for row in rows], dtype) for name, dtype in _PER_ROW.items()}
+    if any(IMAGES in row for row in rows):
+        files = [[decoded_url(url, f"row {number}") for url in row.get(IMAGES, ())] for number, row in enumerate(rows)]
+        batch = batch.assign(images=Images.of(files))
     return batch.assign(**ragged_columns(rows), **per_row, masked=[row.get(MASKED) for row in rows])

@@ -40,7 +40,8 @@ class Batch(HasRefs):
     and `versions` int32 (the policy version that sampled the token, -1 in a prompt). A sampler adds
     `oldest_version` int32, the oldest of the completion, and a stream `staleness` int32, how many publications that
     is behind. `logprobs` and `reference_logprobs`, float32 by token, come from the trainer and the reference.
-    `source` says what computed such a column, also after rows moved.
+    `source` says what computed such a column, also after rows moved. `images` (`Images`) names the images of each row's
+    texts and holds each file once, and `image_fingerprints` are of what a sampler made of them.
 
         batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
 

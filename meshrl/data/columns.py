@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from typing_extensions import Buffer
 
+from meshrl.data.images import IMAGES, Images
 from meshrl.data.ragged import (
     Ragged,
     Source,
@@ -52,7 +53,7 @@ def taken(name: str, column: ColumnLike) -> Column:
                 f"column `{name}` is a {type(column).__name__} of arrays: pack rows of any lengths with "
                 "Ragged.of(rows, dtype), or stack equal ones with np.stack"
             )
-        result = tuple(column)
+        result = column if isinstance(column, Images) else tuple(column)
     else:
         raise DataError(
             f"column `{name}` is {type(column).__name__}: give a numpy array, a Ragged, or a list or tuple "
@@ -63,6 +64,8 @@ def taken(name: str, column: ColumnLike) -> Column:
 
 def _standard(name: str, column: Column) -> Column:
     """Convert a standard column to its kind and dtype."""
+    if name == IMAGES and not isinstance(column, Images) and len(column):
+        raise DataError(f"the standard column `{name}` is {describe(column)}: give Images.of(files of each row)")
     dtype = TOKEN_COLUMNS.get(name) or ROW_COLUMNS.get(name)
     if dtype is None:
         return column
@@ -141,7 +144,7 @@ def view(column: Column, run: slice) -> Column:
     if isinstance(column, Ragged):
         index, offsets = gather(column.offsets, run)
         return Ragged.make(column.values[index], offsets, column.source)
-    return column[run]
+    return column.take(run) if isinstance(column, Images) else column[run]
 
 
 def same(left: Column, right: Column) -> bool:
@@ -174,6 +177,8 @@ def concat(name: str, parts: Sequence[Column], offsets: Rows | None = None) -> C
 
     `offsets`: those of the resulting token column, if another one of the same lengths is known.
     """
+    if any(isinstance(part, Images) for part in parts) and all(isinstance(part, tuple) for part in parts):
+        return Images.joined(cast("Sequence[Objects]", parts))
     if set(map(type, parts)) == {tuple}:
         return tuple(chain.from_iterable(cast("Sequence[Objects]", parts)))
     ragged = [part for part in parts if isinstance(part, Ragged)]
@@ -192,7 +197,7 @@ def concat(name: str, parts: Sequence[Column], offsets: Rows | None = None) -> C
 
 def private(column: Column) -> Column:
     """Copy the mutable Python values (dicts, lists) of a column. Arrays are frozen already."""
-    if not isinstance(column, tuple) or SCALARS.issuperset(map(type, column)):
+    if not isinstance(column, tuple) or isinstance(column, Images) or SCALARS.issuperset(map(type, column)):
         return column
     if set(map(type, column)) == {dict}:
         tables = cast("tuple[dict[object, object], ...]", column)
@@ -213,7 +218,7 @@ class _PackedColumn(msgspec.Struct, array_like=True):
     """One column in a header: the buffers that hold it, and how to read them."""
 
     name: str
-    kind: Literal["row", "ragged", "objects"]
+    kind: Literal["row", "ragged", "objects", "images"]
     dtype: str
     shape: tuple[int, ...]
     values: int
@@ -244,6 +249,10 @@ def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> t
         elif isinstance(column, np.ndarray):
             packed.append(_PackedColumn(name, "row", dtype_name(column.dtype), column.shape, len(parts), -1))
             parts.append(column)
+        elif isinstance(column, Images):
+            sizes, files = column.parts()
+            packed.append(_PackedColumn(name, "images", "", (), len(parts), len(parts) + 1))
+            parts += [msgspec.msgpack.encode(([*column], sizes)), files]
         else:
             packed.append(_PackedColumn(name, "objects", "", (), len(parts), -1))
             parts.append(_encoded(name, column))
@@ -277,6 +286,9 @@ def unpack_own(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str
         buffer = buffers[wire.values]
         if wire.kind == "objects":
             columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
+        elif wire.kind == "images":
+            names, sizes = msgspec.msgpack.decode(buffer, type=tuple[list[tuple[str, ...]], list[tuple[str, int]]])
+            columns[wire.name] = Images.from_parts(names, sizes, buffers[wire.offsets])
         elif wire.kind == "row":
             columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
         else:

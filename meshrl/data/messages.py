@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
+from meshrl.data.images import shown
 from meshrl.errors import DataError, shortened
 
 Message: TypeAlias = Mapping[str, str]
@@ -19,7 +20,7 @@ def messages_in(value: object, where: str) -> Sequence[Message]:
         ):
             raise DataError(
                 f"{where}: message {at} is {shortened(message)}: give {{'role': ..., 'content': ...}}, both texts. "
-                "Images and calls of tools without a text are not supported"
+                "Parts that are images need task.images, and calls of tools without a text are not supported"
             )
     # Parquet fills the keys of other messages in with null, which templates take for given.
     messages = cast("Sequence[Mapping[str, str | None]]", value)
@@ -40,7 +41,9 @@ def prompt_in(value: object, where: str) -> Prompt:
 
 
 def prompt_text(prompt: object) -> object:
-    """Return a prompt as a text to show. Other values stay as they are."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+    """Return a prompt as a text to show, with short names of images. Other values stay as they are."""
+    if isinstance(prompt, str):
+        return shown(prompt)
+    if not isinstance(prompt, Sequence):
         return prompt
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in cast("Sequence[Message]", prompt))
+    return shown("\n\n".join(f"{each['role']}: {each['content']}" for each in cast("Sequence[Message]", prompt)))

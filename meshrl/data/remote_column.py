@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnType
+from meshrl.data.images import Images
 from meshrl.data.ragged import Dtype, Ragged, Source, join_sources, raw, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Ref, Rows, empty, is_in_place, pool
@@ -184,6 +185,8 @@ class RemoteColumn:
         if self.form.kind == "objects":
             values = cast("Sequence[tuple[object, ...]]", pieces)
             pairs = zip(places.piece.tolist(), places.row.tolist(), strict=True)
+            if any(isinstance(each, Images) for each in values):
+                return Images.joined(values, pairs)
             return kinds.private(tuple([values[piece][row] for piece, row in pairs]))
         if self.offsets is not None:
             return Ragged.make(_tokens(cast("Sequence[Ragged]", pieces), places, int(self.offsets[-1])), self.offsets)

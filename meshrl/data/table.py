@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from meshrl.data import columns as kinds
 from meshrl.data.columns import TOKEN_COLUMNS, Column, ColumnType
+from meshrl.data.images import Images
 from meshrl.data.ragged import Ragged, bounds_of, equal, gather, sealed
 from meshrl.data.remote_column import Piece, RemoteColumn, RowIndex, as_remote, one_piece, renumbered, source_of
 from meshrl.errors import DataError, DataLost
@@ -52,7 +53,9 @@ def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
     bounds: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
-        if isinstance(column, tuple):
+        if isinstance(column, Images):
+            taken[name] = column.take(rows)
+        elif isinstance(column, tuple):
             taken[name] = column[rows] if isinstance(rows, slice) else tuple([column[row] for row in rows.tolist()])
         elif isinstance(column, Ragged):
             key = id(column.offsets)
@@ -178,7 +181,7 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
 
 def _is_larger(column: Column, limit: int) -> bool:
     """True if a column has more than `limit` bytes. Python values count by the approximate size of their text."""
-    if not isinstance(column, tuple):
+    if not isinstance(column, tuple) or isinstance(column, Images):
         return column.nbytes > limit
     total = 0
     level: Sequence[object] = column

@@ -41,7 +41,7 @@ STYLES: Final = ("theme.css", "style.css", "parts.css", "rows.css")
 SCRIPTS: Final = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "tokens.js", "rows.js", "app.js")
 """Scripts of the report, static and live."""
 _STATIC: Final = """<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">"""
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ const ROW = 52;
 /** Rows of a group that stand side by side at most. */
 const BESIDE = 64;
 /** Numbers and texts of a row that have a place of their own. */
-const PLACED = ["at", "tokens", "prompt", "completion", "reward", "group", "step", "advantage", "length", "reward_error"];
+const PLACED = ["at", "tokens", "prompt", "completion", "reward", "group", "step", "advantage", "length", "reward_error", "images"];
 
 /** The tokens of a row: the page has them, or a live page asks its server. Null without tokens. */
 async function tokensOf(row) {
@@ -148,6 +148,7 @@ class Rows {
       { class: "row-head" },
       make("h3", {}, where.filter(Boolean).join(" · ")),
       row.reward_error ? make("p", { class: "error" }, row.reward_error) : null,
+      ...(row.images ?? []).map((src) => make("img", { src, alt: "an image of the prompt" })),
       make("dl", {}, ...told.map(([name, value]) => make("div", {}, make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, valueText(value))))),
     );
   }

@@ -13,6 +13,7 @@ from meshrl.roles.config import (
     LoraConfig,
     ModelConfig,
     NewModel,
+    NewVision,
     OptimizerConfig,
     Packing,
     PairSampling,
@@ -60,6 +61,7 @@ from meshrl.roles.registry import (
     masks_of,
     models_of,
     packages_of,
+    takes_images,
 )
 from meshrl.roles.server import Server, ServerAddress, ServerConfig
 from meshrl.roles.sums import SUMMED_BYTES, Sums
@@ -82,6 +84,7 @@ __all__ = [
     "ModelConfig",
     "Models",
     "NewModel",
+    "NewVision",
     "OptimizerConfig",
     "Packing",
     "PairSampling",
@@ -131,6 +134,7 @@ __all__ = [
     "packages_of",
     "places_of",
     "planner_of",
+    "takes_images",
     "token_reader",
     "with_options",
 ]

@@ -129,6 +129,19 @@ def check_axes(config: RoleConfig, ranks: int) -> None:
         )
 
 
+class NewVision(Config):
+    """The eyes of a new model, a small CLIP: an image is scaled to a square and read as patches."""
+
+    image_size: int = Field(default=32, gt=0)
+    """Width and height of the image that it reads, in pixels."""
+    patch_size: int = Field(default=8, gt=0)
+    """Width and height of a patch, in pixels. Each is one token."""
+    hidden_size: int = Field(default=64, gt=0)
+    """Size of its hidden states."""
+    layers: int = Field(default=2, gt=0)
+    """Number of its layers."""
+
+
 class NewModel(Config):
     """A small Llama with random weights and a tokenizer with one token for each character."""
 
@@ -146,6 +159,8 @@ class NewModel(Config):
     """The longest sequence, in tokens."""
     chat_template: str | None = None
     """Chat template of the tokenizer, in Jinja. The model's messages must end with `eos_token`."""
+    vision: NewVision | None = None
+    """Makes a small LLaVA of it, which sees images. Default: it does not."""
 
 
 class ModelConfig(RoleConfig):
@@ -284,6 +299,8 @@ class PolicyConfig(PassConfig):
     """Tokens in one forward and backward pass at most. A longer row gets its own pass."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them. This saves memory and takes time."""
+    train_vision: bool = False
+    """Train what a vision-language model sees with, too: its tower and what joins it to the language model."""
     lora: LoraConfig | None = None
     """Train adapters. Default: train all parameters, unless there are `adapters`."""
     adapters: NamedAdapters | None = None
@@ -314,11 +331,15 @@ class PolicyConfig(PassConfig):
         return {**({DEFAULT_ADAPTER: self.lora} if self.lora else {}), **(self.adapters or {})}
 
     @model_validator(mode="after")
-    def _sends_all_or_adapters(self) -> Self:
+    def _fits_adapters(self) -> Self:
         if self.weight_sync == "broadcast" and self.is_adapted:
             raise ValueError(
                 'weight_sync = "broadcast" sends all weights, and cannot be combined with '
                 f"{'lora' if self.lora else 'adapters'}: remove one of the two"
+            )
+        if self.train_vision and self.is_adapted:
+            raise ValueError(
+                "train_vision trains weights of the base, which adapters keep frozen: remove one of the two"
             )
         if self.weight_sync_dtype == "fp8" and self.weight_sync != "broadcast":
             raise ValueError('weight_sync_dtype = "fp8" is for broadcasts: set weight_sync = "broadcast", or remove it')

@@ -6,6 +6,7 @@ these attributes too. All functions are given as import paths:
 - `OPTIONS`: the import path of the schema of the backend's options, by role.
 - `MODELS`: what its roles do with the model of their table (see `Models`).
 - `AXES`: the axes along which the ranks of a role can be arranged, by role.
+- `BLIND`: true if its roles take no rows with images.
 - `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
 - `COUNTS`: a function that counts the tokens of prompts, or of whole rows, with the tokenizer of a table's model alone.
 - `TEXTS`: a function that returns one from rows of tokens to the text of each token, with its tokenizer alone.
@@ -135,6 +136,11 @@ def models_of(backend: str) -> Models:
 def masks_of(backend: str) -> Masks:
     """Return how a backend constrains what a model writes. BackendError as in `implementation`."""
     return cast("Masks", getattr(_module(backend), "MASKS", "none"))
+
+
+def takes_images(backend: str) -> bool:
+    """True if a backend's roles take rows with images. BackendError as in `implementation`."""
+    return not getattr(_module(backend), "BLIND", False)
 
 
 def axes_of(role: str, backend: str) -> Sequence[str]:

@@ -7,13 +7,22 @@ from typing import Final, cast
 
 import numpy as np
 
-from meshrl.config import Config
-from meshrl.data import Batch, Prompt
+from meshrl.config import Config, dotted
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
-from meshrl.roles import ModelConfig, PolicyConfig, RewardTrainingConfig, SamplerConfig, Sampling, count_tokens
+from meshrl.roles import (
+    ModelConfig,
+    PolicyConfig,
+    RewardTrainingConfig,
+    SamplerConfig,
+    Sampling,
+    backends_with,
+    count_tokens,
+    takes_images,
+)
 from meshrl.run.config import AlgorithmConfig, table_of, tables_of, uses_model
 from meshrl.run.memory import longest_of
-from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, read_rows
+from meshrl.tasks import TaskConfig, counted, filled_rows, first_row, load_quietly, prompts_of, read_rows
 
 _FILE_ROWS: Final = 20_000
 """Rows of a file that are checked at most."""
@@ -40,6 +49,7 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
+    mistakes += _blind(task, config)
     models = (table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and uses_model(model) != "ignored"), None):
         mistakes += _unreadable(task, model, table_of(config, "sampling", Sampling), rows)
@@ -54,6 +64,17 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
                 "give more rows, or remove [evaluation]"
             )
     return mistakes
+
+
+def _blind(task: TaskConfig, config: Config) -> list[str]:
+    """Return the roles of a task with images that take none."""
+    tables = [(path, table) for path, table in tables_of(config) if isinstance(table, PolicyConfig | SamplerConfig)]
+    return [
+        f"task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to one of "
+        f"{', '.join(map(repr, filter(takes_images, backends_with(table.role))))}"
+        for path, table in tables
+        if task.images and not takes_images(table.backend)
+    ]
 
 
 def find_row_doubts(task: TaskConfig, prompts: int) -> list[str]:
@@ -97,7 +118,7 @@ def _short(task: TaskConfig, rows: Batch) -> Batch:
     """Return the rows whose prompt has at most `task.max_prompt_tokens` tokens."""
     if task.max_prompt_tokens is None:
         return rows
-    counts = counted(task, cast("Sequence[Prompt]", rows.objects("prompt")))
+    counts = counted(task, rows)
     return rows.select([row for row, count in enumerate(counts) if _fits(count, task.max_prompt_tokens)])
 
 
@@ -148,7 +169,7 @@ def _mistakes_of_examples(config: AlgorithmConfig, rows: Batch) -> list[str]:
 
 def _unreadable(task: TaskConfig, model: ModelConfig, sampling: Sampling | None, rows: Batch) -> list[str]:
     """Return prompts with characters that the model lacks, and prompts that leave no room for a completion."""
-    counts = count_tokens(model, rows.only("prompt", "place"))
+    counts = count_tokens(model, prompts_of(rows))
     if counts is None:
         return []
     longest, new = longest_of(model.model), sampling.max_tokens if sampling else 1

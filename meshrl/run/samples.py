@@ -7,7 +7,7 @@ from typing import Final, TypeAlias, cast
 import numpy as np
 
 from meshrl import log
-from meshrl.data import Batch, Ragged, prompt_text
+from meshrl.data import IMAGES, Batch, Images, Ragged, prompt_text, thumbnail
 from meshrl.errors import DataLost, MeshrlError
 from meshrl.mesh import Array, Rows
 from meshrl.roles import ModelConfig, token_reader
@@ -46,6 +46,9 @@ class Samples:
         some = await _loaded(wanted.select(_chosen(batch, self._rows)))
         columns = _row_columns(some)
         lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(some))]
+        images = some.columns.get(IMAGES)
+        for row, line in enumerate(lines if isinstance(images, Images) else ()):
+            line[IMAGES] = [thumbnail(images.pool[name]) for name in images[row]]
         left, kept = self._tokens, dict[int, Line]()
         for row, line in enumerate(lines):
             found = _token_columns(some, row)

@@ -34,6 +34,7 @@ from meshrl.tasks.function import (
     load_function,
     try_reward,
 )
+from meshrl.tasks.images import decoded_url
 from meshrl.tasks.sandbox import code_tests
 from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import (
@@ -45,7 +46,7 @@ from meshrl.tasks.supervised import (
     mismatched,
     rejected_answers,
 )
-from meshrl.tasks.task import Task, counted, filled_rows, first_row, load_quietly
+from meshrl.tasks.task import Task, counted, filled_rows, first_row, load_quietly, prompts_of
 from meshrl.tasks.user_process import UserCode, has_processes
 
 MODELS = "none"
@@ -80,6 +81,7 @@ __all__ = [
     "code_tests",
     "counted",
     "data_cursor",
+    "decoded_url",
     "exact_match",
     "fill",
     "filled_rows",
@@ -102,6 +104,7 @@ __all__ = [
     "numbered_rows",
     "numeric_answer",
     "overlong_penalty",
+    "prompts_of",
     "read_rows",
     "reasoning_format",
     "rejected_answers",

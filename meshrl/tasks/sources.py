@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Final, Literal, cast, get_type_hints
@@ -27,6 +28,7 @@ Row = dict[str, object]
 _Length = Annotated[int, Field(ge=3, le=8)]
 
 SPELLING: Final = "meshrl:spell_backward"
+SHAPES: Final = "meshrl:shapes"
 GENERATORS: Final = ("meshrl:", "reasoning_gym:")
 """The starts of sources that draw rows, perhaps the same one again."""
 _MARK: Final = b"\xef\xbb\xbf"
@@ -53,12 +55,12 @@ class TaskConfig(Config):
 
     source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
     """Where the rows come from: a .jsonl or .parquet file, a dataset of the hub (`hf:ORG/NAME` or
-    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
+    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `meshrl:shapes`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Options of the source. For spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000) and `seed`
-    (0). For reasoning_gym: `size`, `seed` and the dataset's own options. For verifiers: arguments for loading the
-    environment. For the hub: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration, and
-    `split` ("train")."""
+    (0). For shapes: `size` (2,000), `pixels` (32) and `seed` (0). For reasoning_gym: `size`, `seed` and the dataset's
+    own options. For verifiers: arguments for loading the environment. For the hub: arguments of
+    `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split` ("train")."""
     prompt: str = "{question}"
     """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
     table, and `{{` is a brace."""
@@ -68,6 +70,9 @@ class TaskConfig(Config):
     dialogues: tuple[tuple[MessageTemplate, ...], ...] = ()
     """Templates of dialogues, which rows use in turn, instead of prompt and answer. `sft` learns the assistant's
     messages in the policy's chat template. Default: no dialogues."""
+    images: tuple[str, ...] = ()
+    """The row's keys with images: a path, bytes, a data URL, or a list of these. A path starts at the folder of the
+    task's file. In a template, such a key puts its images there. Images that no template names come first."""
     max_prompt_tokens: int | None = Field(default=None, gt=0)
     """Leave out prompts with more tokens than this. Tokens are counted in the chat template of the policy, or of the
     first role with a model if there is no policy. By default no prompt is left out."""
@@ -79,6 +84,43 @@ class TaskConfig(Config):
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of the prompts that `held_out` is drawn from. A hash of the prompt decides, so it is the same in every
     run."""
+
+
+class ShapesConfig(Config):
+    """The keys of `task.options` for the drawn figures."""
+
+    size: Annotated[int, Field(ge=1, le=1_000_000)] = 2_000
+    pixels: Annotated[int, Field(ge=16, le=1024)] = 32
+    seed: int = 0
+
+
+_COLOURS: Final = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "black": (20, 20, 20)}
+_SHAPES: Final = ("circle", "square", "triangle")
+
+
+def shape_rows(config: ShapesConfig) -> Iterator[dict[str, object]]:
+    """Yield rows with an `image`, the file of a drawn figure, its `colour`, its `shape`, and both as the `answer`."""
+    try:
+        from PIL import Image, ImageDraw  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise DataError(f"{SHAPES}: figures are drawn by Pillow: pip install 'meshrl[images]'") from error
+    for number in range(config.size):
+        random = Random(config.seed + number)
+        colour, shape = random.choice([*_COLOURS]), random.choice(_SHAPES)
+        width = random.uniform(0.35, 0.6) * config.pixels
+        left, top = (random.uniform(0, config.pixels - width) for _ in range(2))
+        box = (left, top, left + width, top + width)
+        image = Image.new("RGB", (config.pixels, config.pixels), (255, 255, 255))
+        draw, fill = ImageDraw.Draw(image), _COLOURS[colour]
+        if shape == "circle":
+            draw.ellipse(box, fill)
+        elif shape == "square":
+            draw.rectangle(box, fill)
+        else:
+            draw.polygon([(left + width / 2, top), (left + width, top + width), (left, top + width)], fill)
+        file = BytesIO()
+        image.save(file, "PNG")
+        yield {"image": file.getvalue(), "colour": colour, "shape": shape, "answer": f"{colour} {shape}"}
 
 
 class SpellingConfig(Config):
@@ -112,22 +154,29 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     """
     source, _, name = config.source.partition(":")
     items: Iterable[Row]
-    if config.source == SPELLING:
+    if config.source == SHAPES:
+        items = shape_rows(validate(ShapesConfig, config.options, f"{SHAPES}: task.options"))
+    elif config.source == SPELLING:
         items = spelling_rows(validate(SpellingConfig, config.options, f"{SPELLING}: task.options"))
     elif source == "hf":
-        return _plain_rows(_numbered(dataset_rows(name, config.options, rows), config.source))
+        found = dataset_rows(name, config.options, rows, config.images)
+        return _plain_rows(_numbered(found, config.source), config.images)
     elif source == "reasoning_gym":
         items = _reasoning_gym(name, config.options, rows)
     elif source == verifiers.NAME:
         items = verifiers.rows(name, config.options, rows)
     else:
         rows_of_file = _file_rows(config)
-        return _some(rows_of_file if config.source.endswith(".jsonl") else _plain_rows(rows_of_file), config.source)
+        is_plain = config.source.endswith(".jsonl")
+        return _some(rows_of_file if is_plain else _plain_rows(rows_of_file, config.images), config.source)
     return _numbered(items, config.source)  # unchanged, because the package's own reward reads them
 
 
-def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
-    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping."""
+def numbered_rows(rows: Iterable[object], images: Sequence[str] = ()) -> Iterator[tuple[str, Row]]:
+    """Yield rows in memory with their places. DataError if there are none, or one is not a mapping.
+
+    `images`: keys whose values stay as they are.
+    """
 
     def copies() -> Iterator[Row]:
         for number, row in enumerate(rows):
@@ -135,17 +184,20 @@ def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
                 raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
             yield cast("Row", row)
 
-    return _plain_rows(_numbered(copies(), "rows"))
+    return _plain_rows(_numbered(copies(), "rows"), images)
 
 
 def _numbered(rows: Iterable[Row], source: str) -> Iterator[tuple[str, Row]]:
     return _some(((f"{source}, row {number}", row) for number, row in enumerate(rows)), source)
 
 
-def _plain_rows(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Yield rows with the values that they would have as lines of JSON."""
+def _plain_rows(rows: Iterable[tuple[str, Row]], images: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield rows with the values that they would have as lines of JSON, but for those of `images`."""
     for where, row in rows:
-        yield where, {name: plain(value, f"{where}: `{name}`") for name, value in row.items()}
+        yield (
+            where,
+            {name: value if name in images else plain(value, f"{where}: `{name}`") for name, value in row.items()},
+        )
 
 
 def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, Row]]:

@@ -6,7 +6,7 @@ from typing import Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import IMAGES, Batch, Ragged
 from meshrl.errors import DataError, shortened
 from meshrl.tasks.cells import accepted, fill, only_key
 from meshrl.tasks.sources import Row
@@ -85,11 +85,12 @@ def labelled(batch: Batch, label: str) -> Batch:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Pair each `prompt` with the next row's `completion`, the last with the first's. Keeps only these columns.
+    """Pair each `prompt` with the next row's `completion`, the last with the first's. Keeps only these and `images`.
 
     If the batch has `tokens`, they and `loss_mask` are paired and kept instead, where the completion begins at the
     first learned token. No row gets longer than the longest of the batch: its end is cut off.
     """
+    images = {IMAGES: batch[IMAGES]} if IMAGES in batch else {}
     if "tokens" in batch:
         longest, firsts = max(batch.lengths, default=0), [int(np.argmax(mask)) for mask in batch.loss_mask]
         order = np.roll(np.arange(len(batch)), -1).tolist()
@@ -99,9 +100,9 @@ def mismatched(batch: Batch) -> Batch:
             rows = [np.concatenate([own[:at], column[other][firsts[other] :]])[:longest] for own, at, other in pairs]
             return Ragged.of(rows, column.values.dtype)
 
-        return Batch.of(tokens=paired(batch.tokens), loss_mask=paired(batch.loss_mask))
+        return Batch.of(tokens=paired(batch.tokens), loss_mask=paired(batch.loss_mask), **images)
     texts = batch.objects("completion")
-    return batch.only("prompt").assign(completion=[*texts[1:], *texts[:1]])
+    return batch.only("prompt", *images).assign(completion=[*texts[1:], *texts[:1]])
 
 
 def corrupted(answer: str, key: str) -> str:

@@ -4,17 +4,19 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl import log
-from meshrl.data import Batch, Prompt, prompt_in
+from meshrl.data import IMAGES, Batch, Images, Prompt, mark_of, names_in, prompt_in
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import count_tokens
 from meshrl.tasks.cells import Answer, fill, fill_accepted, fitting, only_key, parsed
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
+from meshrl.tasks.images import Album
 from meshrl.tasks.sources import GENERATORS, Row, TaskConfig, numbered_rows, read_rows
 
 _WHY: Final = {
@@ -32,6 +34,8 @@ class _Filled(NamedTuple):
     prompt: Prompt
     answer: Answer
     messages: list[Mapping[str, str]]
+    images: Sequence[str] = ()
+    """The names of those in its texts."""
 
     @property
     def text(self) -> str:
@@ -43,7 +47,8 @@ class _Filled(NamedTuple):
 class Task:
     """Prompts for training and evaluation, with the columns `prompt`, `answer`, `row` (the source's row) and `place`.
 
-    `place` names the row in its source, as in "rows.jsonl, line 9". A prompt is a text, or a list of messages.
+    `place` names the row in its source, as in "rows.jsonl, line 9". A prompt is a text, or a list of messages. With
+    `TaskConfig.images` there is `images` (`data.Images`), whose names stand in the texts.
 
     With `TaskConfig.dialogues` there is also `messages`, lists of `{"role": ..., "content": ...}`.
     """
@@ -66,6 +71,7 @@ class Task:
         *,
         prompt: str = "{question}",
         answer: str = "{answer}",
+        images: Sequence[str] = (),
         held_out: int | Literal["all"] = 0,
         held_out_fraction: float = 0.1,
     ) -> "Task":
@@ -74,9 +80,14 @@ class Task:
         Task.of([{"question": "2 + 2", "answer": "4"}])
         """
         config = TaskConfig(
-            source="rows", prompt=prompt, answer=answer, held_out=held_out, held_out_fraction=held_out_fraction
+            source="rows",
+            prompt=prompt,
+            answer=answer,
+            images=tuple(images),
+            held_out=held_out,
+            held_out_fraction=held_out_fraction,
         )
-        return _task(config, numbered_rows(rows))
+        return _task(config, numbered_rows(rows, config.images))
 
     def batches(self, rows: int, seed: int) -> Iterator[Batch]:
         """Yield batches of `rows` training prompts forever. Each epoch has a new order, which `seed` decides.
@@ -124,13 +135,12 @@ def load_quietly(config: TaskConfig) -> Task:
 def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool = False) -> Task:
     """Make a task of rows and their places. `quiet`: do not log what is left out."""
     filled: dict[object, _Filled] = {}
-    count = 0
+    count, album = 0, _album(config)
     for where, row in source:
-        key = repr(_prompt(config, row, where)) if config.source.startswith(GENERATORS) else count
-        if key not in filled:
-            filled[key] = _filled(config, len(filled), where, row)
+        each = _filled(config, album, len(filled), where, row)
+        filled.setdefault(repr(each.prompt) if config.source.startswith(GENERATORS) else count, each)
         count += 1
-    rows = _short_enough(config, [*filled.values()])
+    rows = _short_enough(config, album, [*filled.values()])
     # A hash of the prompt decides, so another order, size or seed of the source moves no prompt between the parts.
     places = {each.text: text_hash(each.text) / 2**64 for each in rows}
     fraction = config.held_out_fraction if config.held_out else 0
@@ -152,7 +162,7 @@ def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool 
         "too_long": len(filled) - len(rows),
         "set_apart": len(rows) - len(train) - len(held_out),
     }
-    task = Task(_batch(train), _batch(held_out), {why: some for why, some in left_out.items() if some})
+    task = Task(_batch(train, album), _batch(held_out, album), {why: some for why, some in left_out.items() if some})
     for why, some in task.left_out.items() if not quiet else ():
         log.info(
             f"{config.source}: {some:,} of {count:,} prompts are left out: "
@@ -161,11 +171,17 @@ def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool 
     return task
 
 
-def _short_enough(config: TaskConfig, rows: Sequence[_Filled]) -> Sequence[_Filled]:
+def _album(config: TaskConfig) -> Album:
+    """Return an album for the images of a task."""
+    is_file = not any(config.source.startswith(each) for each in ("hf:", "verifiers:", *GENERATORS))
+    return Album(config.images, Path(config.source).parent if is_file else Path())
+
+
+def _short_enough(config: TaskConfig, album: Album, rows: Sequence[_Filled]) -> Sequence[_Filled]:
     """Drop rows whose prompt has more than `config.max_prompt_tokens` tokens. DataError if none is left."""
     if config.max_prompt_tokens is None:
         return rows
-    counts = zip(rows, counted(config, [each.prompt for each in rows]), strict=True)
+    counts = zip(rows, counted(config, _batch(rows, album)), strict=True)
     short = [each for each, count in counts if isinstance(count, str) or count <= config.max_prompt_tokens]
     if not short:
         raise DataError(
@@ -175,9 +191,9 @@ def _short_enough(config: TaskConfig, rows: Sequence[_Filled]) -> Sequence[_Fill
     return short
 
 
-def counted(config: TaskConfig, prompts: Sequence[Prompt]) -> Sequence[int | str]:
-    """Count tokens like `count_tokens`, with the reader for `config.max_prompt_tokens`. ConfigError if none can."""
-    counts = count_tokens(config.reader, Batch.of(prompt=prompts)) if config.reader else None
+def counted(config: TaskConfig, rows: Batch) -> Sequence[int | str]:
+    """Count the tokens of prompts, with the reader for `config.max_prompt_tokens`. ConfigError if none can."""
+    counts = count_tokens(config.reader, prompts_of(rows)) if config.reader else None
     if counts is None:
         raise ConfigError(
             f"task.max_prompt_tokens = {config.max_prompt_tokens}: there is no tokenizer to count tokens with: "
@@ -186,9 +202,14 @@ def counted(config: TaskConfig, prompts: Sequence[Prompt]) -> Sequence[int | str
     return counts
 
 
+def prompts_of(rows: Batch) -> Batch:
+    """Return the columns of a task's rows that prompts are made of."""
+    return rows.only(*(name for name in ("prompt", "place", IMAGES) if name in rows))
+
+
 def first_row(config: TaskConfig) -> tuple[Prompt, Answer, Row]:
     """Return the prompt and the answer of a task's first row, and the row. DataError if a template does not fit."""
-    filled = _filled(config, 0, *next(iter(read_rows(config, rows=1))))
+    filled = _filled(config, _album(config), 0, *next(iter(read_rows(config, rows=1))))
     return filled.prompt, filled.answer, filled.row
 
 
@@ -196,19 +217,27 @@ def filled_rows(config: TaskConfig, rows: Iterable[tuple[str, Row]]) -> tuple[Ba
     """Return rows as a task has them, none left out, and the mistakes of those that do not fit the templates."""
     filled: list[_Filled] = []
     mistakes: list[str] = []
+    album = _album(config)
     for number, (where, row) in enumerate(rows):
         try:
-            filled.append(_filled(config, number, where, row))
+            filled.append(_filled(config, album, number, where, row))
         except DataError as error:
             mistakes.append(str(error))
-    return _batch(filled), mistakes
+    return _batch(filled, album), mistakes
 
 
-def _filled(config: TaskConfig, number: int, where: str, row: Row) -> _Filled:
-    """Fill the templates with the row of this number. DataError if one does not fit."""
-    prompt, remedy = _prompt(config, row, where), 'set task.answer to a template over these keys, or to "" if nothing'
+def _filled(config: TaskConfig, album: Album, number: int, where: str, given: Row) -> _Filled:
+    """Fill the templates with the row of this number. DataError if one does not fit, or an image cannot be read."""
+    row, names = album.named(given, where)
+    prompt, remedy = (
+        _prompt(config, album, row, names, where),
+        'set task.answer to a template over these keys, or to "" if nothing',
+    )
     answer = fill_accepted(config.answer, row, f"{where}: answer", f"{remedy} reads the answer")
-    return _Filled(where, row, prompt, answer, _dialogue(config, number, row, where))
+    messages = _dialogue(config, number, row, where)
+    texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt]
+    shown = [name for text in (*texts, *(each["content"] for each in messages)) for name in names_in(text)]
+    return _Filled(where, row, prompt, answer, messages, shown)
 
 
 def _dialogue(config: TaskConfig, number: int, row: Row, where: str) -> list[Mapping[str, str]]:
@@ -221,7 +250,7 @@ def _dialogue(config: TaskConfig, number: int, row: Row, where: str) -> list[Map
     ]
 
 
-def _prompt(config: TaskConfig, row: Row, where: str) -> Prompt:
+def _prompt(config: TaskConfig, album: Album, row: Row, names: Sequence[str], where: str) -> Prompt:
     """Return a row's prompt: a text, or all messages if the template is a key that has them.
 
     DataError if the template does not fit, puts messages into a text, or finds only null.
@@ -234,7 +263,7 @@ def _prompt(config: TaskConfig, row: Row, where: str) -> Prompt:
         messages = value if isinstance(value, list) else [value]
         if value and all(isinstance(each, Mapping) and "role" in each for each in messages):
             if only_key(config.prompt) == key:
-                return prompt_in(messages, f"{where}: prompt: `{key}`")
+                return _seeing(prompt_in(album.texts(messages, names, where), f"{where}: prompt: `{key}`"), names)
             raise DataError(
                 f"{where}: prompt: `{key}` has messages, which are no text: write {{{key}}} alone for all of "
                 f"them, with policy.chat = true, or {{{key}{'[0]' if messages is value else ''}[content]}}"
@@ -245,7 +274,18 @@ def _prompt(config: TaskConfig, row: Row, where: str) -> Prompt:
             f"{where}: the prompt is empty, as the row has nothing in {', '.join(keys)}: leave the row out, or set "
             "task.prompt to a template over other keys"
         )
-    return prompt
+    return _seeing(prompt, names)
+
+
+def _seeing(prompt: Prompt, names: Sequence[str]) -> Prompt:
+    """Put the images that no text of a prompt names before its text, or before that of the first user's message."""
+    texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt]
+    had = {name for text in texts for name in names_in(text)}
+    before = "".join(mark_of(name) for name in names if name not in had)
+    if not before or isinstance(prompt, str):
+        return before + str(prompt) if before else prompt
+    at = next((at for at, each in enumerate(prompt) if each["role"] == "user"), 0)
+    return [{**each, "content": before + each["content"]} if at == own else each for own, each in enumerate(prompt)]
 
 
 def text_hash(text: str) -> int:
@@ -253,11 +293,13 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def _batch(rows: Sequence[_Filled]) -> Batch:
+def _batch(rows: Sequence[_Filled], album: Album) -> Batch:
     batch = Batch.of(
         prompt=[each.prompt for each in rows],
         answer=[each.answer for each in rows],
         row=[each.row for each in rows],
         place=[each.where for each in rows],
     )
+    if album.pool:
+        batch = batch.assign(images=Images([each.images for each in rows], album.pool))
     return batch.assign(messages=[each.messages for each in rows]) if rows and rows[0].messages else batch

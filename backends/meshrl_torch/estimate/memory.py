@@ -33,7 +33,7 @@ from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import kind_of
-from meshrl_torch.model.loading import Kind, config_of, packing_of, quiet, without_values
+from meshrl_torch.model.loading import Kind, config_of, packing_of, quiet, vision_of, without_values
 from meshrl_torch.model.lora import add_adapter
 from meshrl_torch.model.network import LanguageModel, ready, with_layout
 from meshrl_torch.model.packing import MicroBatch, Rows, learned, whole
@@ -229,7 +229,8 @@ def skeleton_of(config: ModelConfig, kind: Kind, depth: int) -> LanguageModel:
     with quiet():
         network = without_values(config_of(config), kind, getattr(torch, config.dtype))
     _shorten(network, depth)
-    return ready(network, character_tokenizer("a", 8), None)
+    words = character_tokenizer("a", 8)
+    return ready(network, words, None, vision=vision_of(config, network.config, words))
 
 
 def _shorten(network: PreTrainedModel, depth: int) -> None:

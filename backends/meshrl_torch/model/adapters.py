@@ -10,7 +10,6 @@ from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -52,19 +51,20 @@ def merged(path: Path, folder_of: Callable[[str], Path], merge: Callable[[Path],
         raise ModelError(f"{path} holds {what}, whose model cannot be read: {error}") from error
 
 
-def read_merged(path: Path, base: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_merged(path: Path, base: Path, kind: type[Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model of a folder of adapters, in float32, and its tokenizer: its own, or that of the base model.
 
+    `kind`: transformers' class that reads the base model if it generates.
     ModelError if the model would not compute what peft computes.
     """
     with warnings.catch_warnings():  # peft tells what is done here: tied weights are parted, Conv1D is transposed
         warnings.simplefilter("ignore")
-        network = _merge(path, _base(path, base, PeftConfig.from_pretrained(str(path))))
+        network = _merge(path, _base(path, base, PeftConfig.from_pretrained(str(path)), kind))
     tokens = path if any((path / f"tokenizer{end}").is_file() for end in (".json", ".model", "_config.json")) else base
     return network, cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(tokens, local_files_only=True))
 
 
-def _base(path: Path, folder: Path, described: PeftConfig) -> PreTrainedModel:
+def _base(path: Path, folder: Path, described: PeftConfig, kind: type[Any]) -> PreTrainedModel:
     """Return the base model, with as many tokens as the adapters' tensors, and a head apart from the embeddings.
 
     Rows that the adapters have to bring are NaN.
@@ -76,7 +76,7 @@ def _base(path: Path, folder: Path, described: PeftConfig) -> PreTrainedModel:
         labels = next((shape[0] for name, shape in shapes.items() if name.endswith("score.weight")), 1)
         loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=labels, **options)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+        loaded = kind.from_pretrained(folder, **options)
     network, report = cast("tuple[Any, Mapping[str, Iterable[str]]]", loaded)
     if lacks := sorted(set(report["missing_keys"]) - shapes.keys()):
         raise ModelError(f"the base model {folder} lacks {len(lacks)} tensors ({', '.join(lacks[:3])})")

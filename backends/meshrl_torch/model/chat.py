@@ -1,14 +1,14 @@
 """The chat format of a Hugging Face model, and the lengths of prompts: its tokenizer and template alone, no weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshrl.agents import HERMES, LLAMA, Message, Tool
-from meshrl.data import Batch, Constraint
+from meshrl.data import Batch, Constraint, Images, names_in
 from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
-from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, read_words
+from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, new_vision, read_words
 from meshrl_torch.model.masks import check_grammar
 from meshrl_torch.model.rows import encoded, judged
 from meshrl_torch.model.said import said_in
@@ -24,6 +24,7 @@ from meshrl_torch.model.text import (
     prompts_of,
     words,
 )
+from meshrl_torch.model.vision import images_of
 
 
 class HuggingFaceChat:
@@ -48,11 +49,22 @@ class HuggingFaceChat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""
+        return self.render_seeing(messages, tools, {})
+
+    @property
+    def sees(self) -> bool:
+        """True if the model sees images."""
+        return self._words.vision is not None
+
+    def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
+        """Render messages with what stands for their images. DataError also if the model sees none."""
         turns = [message.shown() for message in messages]
         try:
-            return in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
+            text = in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
+        names = [name for message in messages for name in names_in(message.content)]
+        return self._words.put(text, names, Images([names], images), "the conversation").text
 
     def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
         """Encode a text, which may contain special tokens by name, as it continues tokens."""
@@ -85,7 +97,8 @@ def _words(config: ModelConfig) -> Words:
     if not isinstance(config.model, NewModel):
         return read_words(config, folder_of(config.model))
     tokenizer = new_tokenizer(config.model)
-    return words(tokenizer, new_config(config.model, tokenizer), None, config.template)
+    shape, vision = new_config(config.model, tokenizer), new_vision(config.model, tokenizer)
+    return words(tokenizer, shape, None, config.template, vision)
 
 
 def _is_here(config: ModelConfig) -> bool:
@@ -130,7 +143,8 @@ def count_rows(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None:
     def lengths(some: Batch) -> list[int]:
         if not {"completion", "messages", "steps"}.isdisjoint(some.names):
             return list(map(len, (judged if judges else encoded)(known, some).tokens))
-        coded = encode_prompts(known, prompts_of(some, known.chat))
+        places = [some.place(row) for row in range(len(some))]
+        coded = encode_prompts(known, prompts_of(some, known.chat), images_of(some), places)
         for row, ids in enumerate(coded):
             known.check_known(ids, some.place(row))
         return [len(ids) for ids in coded]

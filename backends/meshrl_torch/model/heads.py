@@ -37,14 +37,14 @@ def one_number(head: nn.Linear, hidden: Tensor) -> Tensor:
     return linear(hidden.float(), head.weight.float(), None if bias is None else bias.float())[:, 0]
 
 
-def predicted_scores(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+def predicted_scores(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
     """Return the score of each text that ends in a micro-batch, float32[targets]."""
-    return one_number(head, states(model, micro))
+    return one_number(head, states(model, batch, micro))
 
 
-def predicted_values(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
+def predicted_values(head: nn.Linear, model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
     """Return the value of the state that each target of a micro-batch was sampled from, float32[targets]."""
-    return cast("Tensor", head(states(model, micro).float()))[:, 0]
+    return cast("Tensor", head(states(model, batch, micro).float()))[:, 0]
 
 
 def values(passes: Passes, batch: Batch) -> Ragged:

@@ -1,12 +1,13 @@
 """How a model reads the rows of a pass: packed into one sequence, or padded, each row as its own sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, cast
 
 from torch import Tensor, nn
 
 from meshrl.data import Ragged
+from meshrl.errors import ModelError
 from meshrl_torch.model.attention import NAME, Attend
 from meshrl_torch.model.packing import MicroBatch, Rows, micro_batches, padded_batches
 
@@ -33,8 +34,18 @@ class Layout(Protocol):
         """Divide rows into micro-batches of at most `budget` tokens."""
         ...
 
-    def read(self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
+    def read(
+        self,
+        body: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
+
+        `images`: what the body takes for the images in them, with the ids.
+        """
         ...
 
 
@@ -50,8 +61,17 @@ class PackedRows:
         """Divide rows into micro-batches without padding. What rows share is computed once."""
         return micro_batches(tokens, rows, learn, budget)
 
-    def read(self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the last hidden states."""
+    def read(
+        self,
+        body: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states. ModelError for images."""
+        if images:
+            raise ModelError(f"{type(body).__name__} packs rows, and rows with images are read padded")
         return cast(
             "Tensor", body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend).last_hidden_state
         )
@@ -73,9 +93,17 @@ class PaddedRows:
         """Divide rows into micro-batches of rows of about one length."""
         return padded_batches(tokens, rows, learn, budget)
 
-    def read(self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def read(
+        self,
+        body: nn.Module,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Return the last hidden states. The model numbers positions itself."""
-        return cast("Tensor", body(input_ids=ids, use_cache=False).last_hidden_state)
+        given = {"input_ids": ids, **(images or {})}
+        return cast("Tensor", body(**given, use_cache=False).last_hidden_state)
 
 
 PACKED: Final = PackedRows()

@@ -19,15 +19,23 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
     GenerationConfig,
     GgufConfig,
     LlamaConfig,
-    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaProcessor,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
@@ -41,9 +49,12 @@ from meshrl_torch.model.files import ModelFiles, is_scale
 from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
+from meshrl_torch.model.vision import Vision
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
+_IMAGE: Final = "<image>"
+"""What stands for an image in a text of a new model."""
 _SETTLED: Final = 2_000_000_000
 """Nanoseconds after which a change of a file has surely another time than an earlier one."""
 _digests: dict[tuple[int, ...], bytes] = {}
@@ -140,15 +151,19 @@ def _digest(file: Path) -> bytes:
 
 @cache
 def _merged(path: Path, base: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
-    return _temporary("meshrl-merged-", *read_merged(path, base))
+    return _temporary("meshrl-merged-", *read_merged(path, base, generator_of(_config(str(base), base))), base)
 
 
-def _temporary(prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write a model to a folder that is removed with this process."""
+def _temporary(
+    prefix: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None = None
+) -> Path:
+    """Write a model to a folder that is removed with this process, with the processor of images in `source`."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if source and (vision := Vision.of(model.config, tokenizer, source)):
+        vision.save(folder)
     return folder
 
 
@@ -187,7 +202,7 @@ def plain_folder(folder: Path) -> Path:
 
 @cache
 def _plain(path: Path, content: object) -> Path:  # noqa: ARG001 -- a part of the cache's key
-    return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR))
+    return _temporary("meshrl-plain-", *_read(str(path), path, torch.float32, GENERATOR), path)
 
 
 @dataclass(frozen=True)
@@ -203,12 +218,25 @@ class Kind:
     """The same without values."""
 
 
-GENERATOR: Final = Kind(
-    "causal language model",
-    "it cannot generate",
-    AutoModelForCausalLM.from_pretrained,
-    AutoModelForCausalLM.from_config,
-)
+def generator_of(shape: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Return the class by which transformers reads and makes a model that generates: of text, or of images and text."""
+    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(shape.model_type)
+    named = (getattr(shape, "architectures", None) or [None])[0]
+    is_text = shape.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (named is None or named != sees)
+    return AutoModelForCausalLM if sees is None or is_text else AutoModelForImageTextToText
+
+
+def _read_generator(folder: Path | None, *, config: PretrainedConfig, **how: Any) -> object:
+    kind: Any = generator_of(config)
+    return cast("object", kind.from_pretrained(folder, config=config, **how))
+
+
+def _make_generator(config: PretrainedConfig, **how: Any) -> object:
+    kind: Any = generator_of(config)
+    return cast("object", kind.from_config(config, **how))
+
+
+GENERATOR: Final = Kind("causal language model", "it cannot generate", _read_generator, _make_generator)
 CLASSIFIER: Final = Kind(
     "sequence classifier",
     "it has no head that gives a score",
@@ -236,10 +264,13 @@ def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     with MAKING:
         if isinstance(config.model, NewModel):
             network, tokenizer = _new(config.model, config.seed, dtype)
+            vision = new_vision(config.model, tokenizer)
         else:
             with quiet():
-                network, tokenizer = _read(config.model, folder_of(config.model), dtype, kind)
-        return ready(network, tokenizer, config.template, packing_of(config))
+                folder = folder_of(config.model)
+                network, tokenizer = _read(config.model, folder, dtype, kind)
+                vision = Vision.of(network.config, tokenizer, folder)
+        return ready(network, tokenizer, config.template, packing_of(config), vision)
 
 
 def packing_of(config: ModelConfig) -> Packing:
@@ -252,7 +283,8 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
     with quiet():
         shape = _config(str(folder), folder)
         generation = _generation(folder) or GenerationConfig.from_model_config(shape)
-        return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
+        tokenizer = read_tokenizer(str(folder), folder)
+        return words(tokenizer, shape, generation, config.template, Vision.of(shape, tokenizer, folder))
 
 
 def _generation(folder: Path) -> GenerationConfig | None:
@@ -284,7 +316,8 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel,
             network.generation_config = generation
         if not files.named_alike(network):
             return None
-        return ready(network, read_tokenizer(config.model, folder), config.template), files
+        tokenizer = read_tokenizer(config.model, folder)
+        return ready(network, tokenizer, config.template, vision=Vision.of(shape, tokenizer, folder)), files
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -292,7 +325,7 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
     config = new_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = LlamaForCausalLM(config)
+        network = cast("PreTrainedModel", _make_generator(config))
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network, tokenizer
@@ -300,27 +333,72 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
 
 def new_tokenizer(spec: NewModel) -> PreTrainedTokenizerBase:
     """Make the tokenizer of a new model."""
-    return character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
+    named = {"image_token": _IMAGE} if spec.vision else {}
+    return character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template, named)
 
 
-def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+def new_vision(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> Vision | None:
+    """Make the processor of a new model that sees. None for another."""
+    if spec.vision is None:
+        return None
+    size, patch = spec.vision.image_size, spec.vision.patch_size
+    scaled: dict[str, Any] = {"size": {"height": size, "width": size}, "do_center_crop": False}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**scaled), tokenizer, patch, "default", image_token=_IMAGE, num_additional_image_tokens=1
+    )
+    return Vision(new_config(spec, tokenizer), tokenizer, processor)
+
+
+def vision_of(config: ModelConfig, shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Vision | None:
+    """Return how the model in a role's table sees. None if it does not."""
+    if isinstance(config.model, NewModel):
+        return new_vision(config.model, new_tokenizer(config.model))
+    return Vision.of(shape, tokenizer, folder_of(config.model))
+
+
+def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the configuration of a new model for these tokens."""
     if spec.hidden_size % (2 * spec.heads):
         raise ModelError(
             f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
             "dims a head: it must be an even number"
         )
-    return LlamaConfig(
+    words = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn_size,
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,
         max_position_embeddings=spec.max_tokens,
-        tie_word_embeddings=True,
+        tie_word_embeddings=spec.vision is None,
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=PAD,
+    )
+    if spec.vision is None:
+        return words
+    own = spec.vision
+    if own.image_size % own.patch_size or own.hidden_size % spec.heads:
+        raise ModelError(
+            f"model.vision has image_size = {own.image_size}, patch_size = {own.patch_size} and hidden_size = "
+            f"{own.hidden_size}, over model.heads = {spec.heads}: patches must fill the image, and heads the states"
+        )
+    eyes = CLIPVisionConfig(
+        hidden_size=own.hidden_size,
+        intermediate_size=3 * own.hidden_size,
+        num_hidden_layers=own.layers,
+        num_attention_heads=spec.heads,
+        image_size=own.image_size,
+        patch_size=own.patch_size,
+    )
+    return LlavaConfig(
+        text_config=words,
+        vision_config=eyes,
+        image_token_index=cast("int", tokenizer.convert_tokens_to_ids(_IMAGE)),
+        image_seq_length=(own.image_size // own.patch_size) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=False,
     )
 
 
@@ -360,7 +438,8 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
     try:
         tensors = files.tensors(dtype) if files.is_scaled else None
         if files.is_packed:  # transformers would save what it has read under the names of packed tensors
-            tensors = _whole(name, of_folder(quantization_config=Mxfp4Config(dequantize=True))).state_dict()
+            packed = Mxfp4Config(dequantize=True)
+            tensors = _whole(name, of_folder(config=shape, quantization_config=packed)).state_dict()
         if tensors is not None:
             made = type(without_values(shape, kind))
             loaded = cast("Loaded", made.from_pretrained(None, config=shape, state_dict=tensors, **how))

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig as PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshrl.errors import ConfigError
@@ -19,6 +18,7 @@ from meshrl.hub import Repository
 from meshrl.roles import LoraConfig
 from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, Pair
 from meshrl_torch.model.network import LanguageModel
+from meshrl_torch.model.vision import eyes_of
 
 _DEFAULT: Final = "default"
 """The name of an adapter in the names of its tensors, which do not depend on its name here."""
@@ -33,7 +33,7 @@ def add_adapter(
 
     ConfigError, and nothing changes, if a target names no layer, or one that cannot be adapted or published.
     """
-    adapters, layers = cast("Adapters", model.adapters), _targets(model.network, config)
+    adapters, layers = cast("Adapters", model.adapters), _targets(model, config)
     random = torch.Generator().manual_seed(config.seed if config.seed is not None else seed)  # the same on all ranks
     pairs: dict[str, Pair] = {}
     parameters: dict[str, nn.Parameter] = {}
@@ -82,12 +82,19 @@ def _adapted(model: LanguageModel, adapters: Adapters, path: str, layer: nn.Modu
     return wrapped
 
 
-def _targets(network: PreTrainedModel, config: LoraConfig) -> Mapping[str, nn.Module]:
+def _targets(model: LanguageModel, config: LoraConfig) -> Mapping[str, nn.Module]:
     """Return the layers that get adapters, by their names in the original model.
 
-    ConfigError for a target that is no layer, that cannot be adapted, or that cannot be published.
+    Of a model that sees, only its language model's, unless a regular expression names others. ConfigError for a target
+    that is no layer, that cannot be adapted, or that cannot be published.
     """
+    network = model.network
     modules = {name: each for name, each in network.named_modules() if not name.endswith(BASE_LAYER[:-1])}
+    if model.vision is not None and (is_all_linear(config.targets) or not isinstance(config.targets, str)):
+        eyes = tuple(eyes_of(network))
+        modules = {
+            name: each for name, each in modules.items() if not f"{name}.".startswith(tuple(f"{own}." for own in eyes))
+        }
     layers = {name: each for name, each in modules.items() if isinstance(each, (Adapted, *_KINDS))}
     head = network.get_output_embeddings()
     if is_all_linear(config.targets):
@@ -164,8 +171,11 @@ def merged(tensors: Iterable[tuple[str, Tensor]], adapter: Adapter) -> Iterator[
         yield name, (tensor.float() + pair.scale * change.to(tensor.device)).to(tensor.dtype)
 
 
-def write(adapter: Adapter, base: str, folder: Path) -> None:
-    """Write the two files that `PeftModel.from_pretrained` reads. `base`: the model that the adapter belongs to."""
+def write(adapter: Adapter, base: str, folder: Path, *, by_name: bool) -> None:
+    """Write the two files that `PeftModel.from_pretrained` reads. `base`: the model that the adapter belongs to.
+
+    `by_name`: name each layer, because other layers have the same kind or the last part of a name.
+    """
     named = {
         f"base_model.model.{f'{name}.'.replace(f'.{_DEFAULT}.', '.')[:-1]}": tensor.detach().cpu().contiguous()
         for name, tensor in adapter.parameters.items()
@@ -173,6 +183,7 @@ def write(adapter: Adapter, base: str, folder: Path) -> None:
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = adapter.config
     targets = config.targets if isinstance(config.targets, str) else list(config.targets)
+    targets = [*adapter.pairs] if by_name else targets
     peft = PeftConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets or "all-linear", task_type="CAUSAL_LM"
     )

@@ -16,7 +16,7 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.adapted import Adapters, Names, Reading, Uses, own_name, reading
-from meshrl_torch.model.attention import Attend, Kernel, Packed
+from meshrl_torch.model.attention import Attend, Kernel, Packed, moved
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.linear import use_onednn
 from meshrl_torch.model.masks import restricted
@@ -26,6 +26,7 @@ from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, read_padded, stand_in
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
+from meshrl_torch.model.vision import Vision, eyes_of, images_of
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
@@ -88,17 +89,28 @@ class LanguageModel(Words):
         routes: Routes | None = None,
         beyond: Tensor | None = None,
         uses: Uses | None = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
 
         `beyond`, bool[batch, tokens]: the tokens of rows longer than `native_tokens`. None: no row is. `uses`: the
-        adapters of this pass, and of the head for its states. None: the default one.
+        adapters of this pass, and of the head for its states. None: the default one. `images`: as `seen` returns them.
         """
         self.begin(routes, beyond, uses)
         if self.mixers is not None and self.layout is PACKED:
             self.mixers.batches = Batches.of(attend, ids.device)
         attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
-        return self.layout.read(self.body, ids, positions, attend)
+        states = self.layout.read(self.body, ids, positions, attend, images)
+        if self.vision is None or not torch.is_grad_enabled():
+            return states
+        eyes = (each for module in eyes_of(self.network).values() for each in module.parameters() if each.requires_grad)
+        zeros = [each.flatten()[:1].sum() * 0 for each in eyes]  # each has a gradient, also in a pass without images
+        return states + torch.stack(zeros).sum().to(states.dtype) if zeros else states
+
+    def seen(self, batch: Batch, micro: MicroBatch) -> Mapping[str, Tensor] | None:
+        """Return what the body takes for the images of a micro-batch, on the model's device. None if it has none."""
+        taken = None if self.vision is None else self.vision.inputs(self.body, batch, micro)
+        return None if taken is None else {name: moved(each, self.device) for name, each in taken.items()}
 
     def begin(self, routes: Routes | None, beyond: Tensor | None, uses: Uses | None = None) -> None:
         """Begin a pass: its tokens' experts and adapters, and which are in rows longer than `native_tokens`."""
@@ -148,13 +160,19 @@ class LanguageModel(Words):
         return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
 
     def check_rows(self, batch: Batch) -> None:
-        """Raise DataError if the model cannot read a batch: too long a row, or an unknown token id."""
+        """Raise DataError if the model cannot read a batch: too long a row, an unknown token id, or images."""
         tokens, ids = batch.tokens, np.asarray(batch.tokens.values, np.int64)
         wrong = (ids < 0) | (ids >= self.known)
         rows = [*np.flatnonzero(tokens.lengths > self.max_tokens)]
         rows += [*(np.searchsorted(tokens.offsets, np.flatnonzero(wrong)[:1], side="right") - 1)]
         for row in rows[:1]:
             self.check_row(tokens[int(row)].tolist(), batch.place(int(row)))
+        if self.vision is not None:
+            self.vision.check(batch)
+        else:
+            images = images_of(batch) or ()
+            for row in [row for row, names in enumerate(images) if names][:1]:
+                self.put("", images[row], None, batch.place(row))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's parameters and saved buffers by name, tied ones once. Writing to them changes the model.
@@ -231,7 +249,11 @@ class _Chosen(torch.autograd.Function):
 
 
 def ready(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None, packing: Packing = "auto"
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Template | None,
+    packing: Packing = "auto",
+    vision: Vision | None = None,
 ) -> LanguageModel:
     """Set up a loaded network: no randomness in its forward pass, and rows that do not see each other.
 
@@ -242,7 +264,7 @@ def ready(
             module.p = 0.0  # the sampler's log-probs must be the trainer's
     network.train(False)
     use_onednn(network)
-    own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
+    own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat, vision)
     routers = Routers.of(network)
     rotaries = Rotaries(network, own.native_tokens) if own.native_tokens < ANY else None
     model = LanguageModel(
@@ -256,6 +278,7 @@ def ready(
         rotaries=rotaries,
         native_tokens=own.native_tokens,
         known=len(cast("nn.Embedding", network.get_input_embeddings()).weight),
+        vision=vision,
     )
     if tokenizer.vocab_size > model.known:  # unused added tokens may be beyond
         raise ModelError(
@@ -269,7 +292,17 @@ def ready(
 
 
 def with_layout(model: LanguageModel, packing: Packing) -> LanguageModel:
-    """Choose how a model reads rows, by what it computes. See `proved`."""
+    """Choose how a model reads rows, by what it computes. See `proved`.
+
+    Rows of a model that sees are padded: packed ones are proved for texts alone. ModelError if a table asks for these.
+    """
+    if model.vision is not None:
+        if packing == "packed":
+            raise ModelError(
+                f"{type(model.network).__name__} sees images, and packed rows are proved for texts alone: set "
+                'packing = "auto" to read them padded'
+            )
+        packing = "padded"
     model = proved(model, packing, partial(_with_network, model))
     model.network.set_attn_implementation(model.layout.attention)
     return model

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Message, Ragged, messages_in
+from meshrl.data import Batch, Images, Message, Ragged, messages_in, names_in
 from meshrl.errors import DataError, ModelError, described
 from meshrl.tags import opened_tag
 from meshrl_torch.model.text import (
@@ -18,12 +18,14 @@ from meshrl_torch.model.text import (
     encode_after,
     encode_parts,
     encode_texts,
+    images_in,
     in_template,
     messages_of,
     prompts_of,
     texts_of,
     unused,
 )
+from meshrl_torch.model.vision import images_of
 
 
 class _Text(NamedTuple):
@@ -36,6 +38,8 @@ class _Text(NamedTuple):
     """The token to append if the text ends with no end."""
     is_bare: bool = False
     """True if the tokens that the tokenizer puts before a text are missing."""
+    names: Sequence[str] = ()
+    """The images in it."""
 
     def cut(self) -> "_Text":
         """Return the row without what follows its last part."""
@@ -89,8 +93,11 @@ def judged(words: Words, batch: Batch, pad: int | None = None) -> Batch:
     """Add `tokens` as a reward model reads them, and `loss_mask`, True at the last one, or at that of each of `steps`.
 
     `pad`: a token that is no part of a text if it is at its end. DataError for a row that the model cannot read, that
-    has no step, or that has a step without tokens.
+    has no step, that has a step without tokens, or whose prompt has images.
     """
+    for row, prompt in enumerate(prompts_of(batch, words.chat if words.chat is not None else {})):
+        if images_in(messages_of(prompt)):
+            raise DataError(f"{batch.place(row)} has images, and reward models see none: use a reward function")
     if "steps" in batch:
         rows, scored = _encoded_steps(words, batch, pad)
     else:
@@ -170,9 +177,12 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
 
     The new tokens are those of a text that continues the row. They are not learned, have log-probs of 0, and the
     version -1. A row has no room if the model could not read it and one more token, or only with other positions: it is
-    returned unchanged. DataError for a text that the tokenizer cannot encode.
+    returned unchanged. DataError for a text that the tokenizer cannot encode, or that names an image.
     """
     texts = [str(text) if text else "" for text in rows.objects("observation")]
+    for row, text in enumerate(texts):
+        if names_in(text):
+            raise DataError(f"{rows.place(row)}: an environment answers with an image, and it can only with a text")
     encoded = encode_after(words.tokenizer, [row.tolist() for row in rows.tokens], texts)
     lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
     full = (added > 0) & (lengths + added + 1 > words.room(lengths))
@@ -194,8 +204,9 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
 
 def _joined(words: Words, prompt: str, pieces: Sequence[str]) -> _Text:
     """Return a prompt and the pieces of its completion as one text."""
+    names, prompt = names_in(prompt), words.with_tokens(prompt)
     places = np.cumsum([len(prompt), *map(len, pieces)]).tolist()
-    return _Text("".join([prompt, *pieces]), list(pairwise(places)), words.end, is_bare=True)
+    return _Text("".join([prompt, *pieces]), list(pairwise(places)), words.end, is_bare=True, names=names)
 
 
 def _tokens(words: Words, texts: Sequence[_Text]) -> list[tuple[list[int], list[Run]]]:
@@ -214,8 +225,24 @@ def _tokens(words: Words, texts: Sequence[_Text]) -> list[tuple[list[int], list[
     return rows
 
 
+def _with_images(words: Words, batch: Batch, texts: Sequence[_Text]) -> tuple[Batch, Sequence[_Text]]:
+    """Put what stands for images into texts. The batch gets each row's images in the order of its text."""
+    images = images_of(batch)
+    if words.vision is None and not any(each.names for each in texts):
+        return batch, texts
+    whole: list[_Text] = []
+    for row, each in enumerate(texts):
+        text = words.put(each.text, each.names, images, batch.place(row))
+        parts = [(text.place(start), text.place(end)) for start, end in each.parts]
+        whole.append(each._replace(text=text.text, parts=parts))
+    if images is None:
+        return batch, whole
+    return batch.assign(images=Images([each.names for each in texts], images.pool)), whole
+
+
 def _with_tokens(words: Words, batch: Batch, texts: Sequence[_Text]) -> Batch:
     """Add the columns. Each part is learned through its first token that ends a text."""
+    batch, texts = _with_images(words, batch, texts)
     tokens: list[list[int]] = []
     masks: list[NDArray[np.bool_]] = []
     for row, (text, (ids, parts)) in enumerate(zip(texts, _tokens(words, texts), strict=True)):
@@ -255,6 +282,8 @@ class _Dialogue:
         if not self._turns:
             raise DataError(f"{where}: its dialogue has no assistant's turn to learn: drop the row")
         self._messages = messages[: self._turns[-1] + 1]
+        if images_in([messages[at] for at in self._turns]):
+            raise DataError(f"{where}: an assistant's message has an image, and models write none: move it to a user's")
         self._whole = self._rendered(self._messages)
         self._mark = unused(self._whole, *(str(text) for message in messages for text in message.values()))
         self._places: dict[tuple[int, str], Run | None] = {}
@@ -272,7 +301,8 @@ class _Dialogue:
         for at, each in zip(earlier, found, strict=False):
             if each is None or not whole.startswith(self._whole[: each[1]]):
                 raise self._left_out(at)
-        return _Text(whole, [(start, stop) for start, stop, _ in (*filter(None, found), part)], end)
+        parts = [(start, stop) for start, stop, _ in (*filter(None, found), part)]
+        return _Text(whole, parts, end, names=images_in(self._messages))
 
     def _left_out(self, at: int, name: str = "content") -> DataError:
         return DataError(

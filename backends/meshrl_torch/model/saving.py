@@ -40,6 +40,8 @@ def write(
     with _replaced(folder) as fresh:
         _write_whole(model, fresh, tensors)
         model.tokenizer.save_pretrained(fresh)
+        if model.vision is not None:
+            model.vision.save(fresh)
         if value_head is not None:
             save_file(dict(value_head), fresh / VALUE_HEAD)
 
@@ -56,10 +58,12 @@ def write_adapters(
         if base is None:
             base = str(Path(folder).expanduser().absolute() / _BASE)
             _write_whole(model, fresh / _BASE, tensors)
+            if model.vision is not None:
+                model.vision.save(fresh / _BASE)
         for name, adapter in adapters.items():
             own = fresh if name == DEFAULT_ADAPTER else fresh / name
             own.mkdir(exist_ok=True, parents=True)
-            lora.write(adapter, base, own)
+            lora.write(adapter, base, own, by_name=model.vision is not None)
             model.tokenizer.save_pretrained(own)
 
 

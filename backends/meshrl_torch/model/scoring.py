@@ -59,10 +59,13 @@ def one_by_one(predict: Predict) -> PredictAll:
     return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
-def states(model: LanguageModel, micro: MicroBatch, routes: Routes | None = None, uses: Uses | None = None) -> Tensor:
-    """Return the hidden states that predict a micro-batch's targets, [targets, hidden]."""
+def states(
+    model: LanguageModel, batch: Batch, micro: MicroBatch, routes: Routes | None = None, uses: Uses | None = None
+) -> Tensor:
+    """Return the hidden states that predict the targets of a batch's micro-batch, [targets, hidden]."""
+    images = None if micro is IDLE else model.seen(batch, micro)
     placed = micro.to(model.device)
-    hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond, uses)
+    hidden = model.hidden(placed.ids, placed.positions, placed.attend, routes, placed.beyond, uses, images)
     return hidden.flatten(0, 1).index_select(0, placed.source)
 
 
@@ -86,7 +89,7 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows:
     the batch, if it has some.
     """
     routes = followed(batch, micro, model.device) if follows else None
-    hidden = states(model, micro, routes, used(model, batch, micro))
+    hidden = states(model, batch, micro, routes, used(model, batch, micro))
     named = batch.ragged(TARGETS) if TARGETS in batch else batch.tokens
     tokens = moved(torch.from_numpy(named.values[micro.target].astype(np.int64)), model.device)
     allowed = masks(model, batch, micro.target)
@@ -180,7 +183,7 @@ def most_probable(model: LanguageModel, batch: Batch, top: int, budget: int, spl
     logprobs = np.zeros((len(tokens.values), top), np.float32)
     with torch.no_grad():
         for micro in split(tokens, rows, None, budget):
-            hidden = states(model, micro, uses=used(model, batch, micro))
+            hidden = states(model, batch, micro, uses=used(model, batch, micro))
             best = model.logits(hidden).log_softmax(-1).topk(top, -1)
             ids[micro.target] = best.indices.cpu().numpy()
             logprobs[micro.target] = best.values.cpu().numpy()

@@ -18,10 +18,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from meshrl.data import Batch, Message, Prompt, prompt_in
+from meshrl.data import Batch, Images, Message, Prompt, mark_of, names_in, pieces_of, prompt_in
 from meshrl.errors import ConfigError, DataError, ModelError, did_you_mean
 from meshrl.roles import Sampling
 from meshrl_torch.model.positions import ANY, native_tokens
+from meshrl_torch.model.vision import Put, Vision
 
 PAD: Final = 0
 END: Final = 1
@@ -48,6 +49,8 @@ class Words:
     """The longest row with native positions. Longer ones have others from their first token on, as in LongRoPE."""
     known: int = field(kw_only=True)
     """Number of token embeddings."""
+    vision: Vision | None = field(default=None, kw_only=True)
+    """How it sees images. None: it does not, or has no processor of images."""
 
     @cached_property
     def end(self) -> int:
@@ -89,12 +92,35 @@ class Words:
                     f"{name!r}. {did_you_mean(name, added)} A text of several tokens belongs into sampling.stop"
                 )
         own = frozenset[int]() if sampling.ignore_eos else self.ends
+        if self.vision is not None:
+            own |= {self.vision.token}  # in the middle of a row it would stand for an image
         return (
             own
             | {*sampling.stop_ids}
             | {token for token in named.values() if token is not None}
             | {added[text] for text in sampling.stop if text in added}
         )
+
+    def put(self, text: str, names: Sequence[str], images: Images | None, where: str) -> Put:
+        """Put what stands for images into a rendered text. DataError if the model does not see, or they do not fit."""
+        if self.vision is not None:
+            return self.vision.put(text, names, images or Images((), {}), where)
+        if names:
+            raise DataError(
+                f"{where}: the text names images, and {self.tokenizer.name_or_path or 'this model'} sees none, or its "
+                "folder has no processor_config.json or preprocessor_config.json: choose a vision-language model"
+            )
+        return Put(text, ())
+
+    def with_tokens(self, text: str) -> str:
+        """Return a text that no template renders, with the processor's token for each image that it names."""
+        names = names_in(text)
+        if not names or self.vision is None:
+            return text
+        token = str(self.vision.processor.image_token)
+        for name in names:
+            text = text.replace(mark_of(name), token)
+        return text
 
     def room(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how long rows that take several turns may get: those with native positions keep them."""
@@ -130,6 +156,7 @@ def words(
     config: PretrainedConfig,
     generation: GenerationConfig | None,
     chat: Template | None,
+    vision: Vision | None = None,
 ) -> Words:
     """Read a tokenizer and configurations. ModelError if no token ends a text, or without a template for `chat`.
 
@@ -155,7 +182,13 @@ def words(
             "eos_token in its tokenizer_config.json to a token of the model"
         )
     return Words(
-        tokenizer, chat, ends, int(longest or (1 << 62)), native_tokens=native_tokens(shape), known=shape.vocab_size
+        tokenizer,
+        chat,
+        ends,
+        int(longest or (1 << 62)),
+        native_tokens=native_tokens(shape),
+        known=shape.vocab_size,
+        vision=vision,
     )
 
 
@@ -205,13 +238,18 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     return cast("Mapping[str, int]", tokenizer.added_tokens_encoder)
 
 
-def character_tokenizer(characters: str, max_tokens: int, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Make a tokenizer with one token for each character, after `<pad>` (PAD) and `<eos>` (END). No BOS token."""
+def character_tokenizer(
+    characters: str, max_tokens: int, chat_template: str | None = None, named: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerBase:
+    """Make a tokenizer with one token for each character, after `<pad>` (PAD) and `<eos>` (END). No BOS token.
+
+    `named`: special tokens by their names, such as `image_token`.
+    """
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
         wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
         raise ConfigError(f"model.characters {wrong}: list each character that a text may have exactly once")
-    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters))}
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters, *(named or {}).values()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -222,20 +260,26 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
         model_max_length=max_tokens,
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
 
 
-def encode_prompts(words: Words, prompts: Sequence[Prompt]) -> list[list[int]]:
+def encode_prompts(
+    words: Words, prompts: Sequence[Prompt], images: Images | None = None, places: Sequence[str] = ()
+) -> list[list[int]]:
     """Encode each prompt as generation starts from it, after the tokenizer's prefix.
 
-    With `chat`, each prompt is one user message in the tokenizer's template, or the messages that it has. DataError for
-    a prompt without tokens, or one that cannot be encoded.
+    With `chat`, each prompt is one user message in the tokenizer's template, or the messages that it has. `images`: of
+    all prompts. `places`: their names in errors. DataError for a prompt without tokens, or one that cannot be encoded.
     """
     tokenizer, chat = words.tokenizer, words.chat
     if chat is None:
-        texts = [str(prompt) for prompt in prompts]
+        texts = [words.with_tokens(str(prompt)) for prompt in prompts]
     else:
         texts = [in_template(tokenizer, messages_of(prompt), chat, opens=True) for prompt in prompts]
+    named = [images_in(messages_of(prompt)) for prompt in prompts]
+    where = places or [f"prompt {number}" for number in range(len(prompts))]
+    texts = [words.put(*each[:2], images, each[2]).text for each in zip(texts, named, where, strict=True)]
     tokens = encode_texts(tokenizer, texts)
     if chat is None and (prefix := words.prefix):
         tokens = [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in tokens]
@@ -333,11 +377,48 @@ def in_template(
     `opens`: end with the opening of an assistant's turn.
     """
     given: dict[str, Any] = dict(variables)
-    turns: list[Any] = [dict(message) for message in messages]
+    listed = _reads_lists(tokenizer)
+    turns: list[Any] = [_as_parts(message, listed) for message in messages]
     if tools:
         given["tools"] = [dict(tool) for tool in tools]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opens, **given)
     return str(text)
+
+
+def _as_parts(message: Mapping[str, object], listed: bool) -> dict[str, object]:
+    """Return a message with its content as a list of parts if it has images, or if the template reads only lists."""
+    content = message.get("content")
+    if not isinstance(content, str) or not (listed or names_in(content)):
+        return dict(message)
+    parts = [
+        {"type": "image"} if is_image else {"type": "text", "text": piece} for piece, is_image in pieces_of(content)
+    ]
+    return {**message, "content": parts or [{"type": "text", "text": ""}]}
+
+
+_listed: Final[dict[str, bool]] = {}
+"""Of each template, whether it reads only lists."""
+
+
+def _reads_lists(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a chat template leaves out the content of a message that is a text, and not that of a list of parts."""
+    template = str(tokenizer.chat_template)
+    if template not in _listed:
+        mark, found = unused(template), list[bool]()
+        for content in (mark, [{"type": "text", "text": mark}]):
+            message: Any = {"role": "user", "content": content}
+            try:
+                text = tokenizer.apply_chat_template([message], tokenize=False)
+                found.append(mark in str(text) and "'type'" not in str(text))
+            except Exception:  # noqa: BLE001 -- a template may raise anything
+                found.append(False)
+        _listed[template] = found == [False, True]
+    return _listed[template]
+
+
+def images_in(messages: Sequence[Message]) -> list[str]:
+    """Return the names of the images in messages, in order."""
+    return [name for message in messages for name in names_in(str(message.get("content", "")))]
 
 
 def texts_of(batch: Batch, name: str) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.data import Images
 from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.attention import Attend, Packed
 from meshrl_torch.model.network import LanguageModel
@@ -54,10 +55,12 @@ class Slots(Protocol):
         slots: Ints,
         records: bool,
         adapters: Names | None = None,
+        images: Images | None = None,
     ) -> States:
         """Read prefixes, sorted by length, and remember prefix `which[i]` in slot `slots[i]`.
 
-        `records`: experts are recorded. `adapters`: that of each prefix, by name. None: the default one.
+        `records`: experts are recorded. `adapters`: that of each prefix, by name. None: the default one. `images`:
+        those of each prefix.
         """
         ...
 
@@ -135,8 +138,9 @@ class Cache:
         slots: Ints,
         records: bool,
         adapters: Names | None = None,
+        images: Images | None = None,
     ) -> States:
-        """Read prefixes in one pass."""
+        """Read prefixes in one pass. They have no images, because models that see do not pack."""
         lengths = np.array([len(prefix) for prefix in prefixes], np.int64)
         ends = np.cumsum(lengths)
         mine = lengths[which]

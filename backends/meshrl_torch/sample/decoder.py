@@ -201,7 +201,8 @@ class Decoder:
         self._columns["logprobs"][slot, places] = 0
         self._columns["versions"][slot, places] = -1
         adapters = self._request.adapters[rows[firsts[order]]]
-        states = self._cache.fill(self._model, ids, number, slots, self._records, adapters)
+        images = None if self._request.images is None else self._request.images.take(prefixes[order])
+        states = self._cache.fill(self._model, ids, number, slots, self._records, adapters, images)
         if states.experts is not None:
             self._columns["experts"][slot, places] = states.experts[entries]
         logits = self._model.logits(states.hidden, self._model.reading(adapters))
@@ -252,7 +253,7 @@ class Decoder:
         """Keep only rows in slots and these waiting ones."""
         rows = np.concatenate([self._row[: self._count], waiting])
         request = self._request.select(rows)
-        self._request = request if len(waiting) else replace(request, prefixes=())
+        self._request = request if len(waiting) else replace(request, prefixes=(), images=None)
         self._call, self._seeds = self._call[rows], self._seeds[rows]
         self._row[: self._count] = np.arange(self._count)
         self._next, self._rows = self._count, len(rows)

@@ -1,6 +1,6 @@
 """Slots of a model whose own cache remembers its rows: keys and values, windows, convolutions, recurrent states."""
 
-from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, cast
@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.data import Images
+from meshrl.errors import ModelError
 from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.routing import Routes
@@ -17,6 +19,8 @@ from meshrl_torch.sample.cache import Ints, States
 
 CACHES: Final = ("past_key_values", "cache_params", "state", None)
 """The names of a cache in the bodies of transformers. None: without."""
+_DELTAS: Final = "rope_deltas"
+"""The name in a body of what is kept from one pass to the next besides the cache."""
 
 
 @dataclass
@@ -30,6 +34,8 @@ class Peers:
     """The adapter of each, by name. None: the default one."""
     cache: object | None = None
     """The model's own, made by its first pass. None if it has none that can be used."""
+    deltas: Tensor | None = None
+    """How far positions are behind those of text alone, as some models that see keep it: int64[rows, 1]."""
 
     def keep(self, rows: NDArray[np.bool_] | Ints) -> None:
         """Keep some rows, bool[rows], or take them by number."""
@@ -37,6 +43,7 @@ class Peers:
         count, self.ids, self.slots = len(self.ids), self.ids[numbers], self.slots[rows]
         self.adapters = None if self.adapters is None else self.adapters[rows]
         self.cache = _selected(self.cache, count, numbers, {})
+        self.deltas = None if self.deltas is None else self.deltas[numbers]
 
 
 class OwnCache:
@@ -70,6 +77,7 @@ class OwnCache:
         slots: Ints,
         records: bool,
         adapters: Names | None = None,
+        images: Images | None = None,
     ) -> States:
         """Read the prefixes of each length in one pass."""
         hidden: list[Tensor] = []
@@ -80,7 +88,8 @@ class OwnCache:
             ids = torch.from_numpy(np.stack(list(group)))
             own = None if adapters is None else adapters[first : first + len(ids)]
             peers = Peers(np.arange(first, first + len(ids)), ids[:, :0], own)
-            states = self._read(model, peers, ids, records)
+            taken = self._taken(model, ids, images.take(slice(first, first + len(ids)))) if images else None
+            states = self._read(model, peers, ids, records, taken)
             hidden.append(states.hidden)
             experts += [] if states.experts is None else [states.experts]
             rows = np.flatnonzero((which >= first) & (which < first + len(ids)))
@@ -110,8 +119,28 @@ class OwnCache:
                 peers.keep(~free)
         self._peers = [peers for peers in self._peers if len(peers.slots)]
 
-    def _read(self, model: LanguageModel, peers: Peers, ids: Tensor, records: bool) -> States:
-        """Read the next tokens, int64[rows, tokens], of rows of one length. Experts are those of these tokens."""
+    def _taken(self, model: LanguageModel, ids: Tensor, images: Images) -> Mapping[str, Tensor] | None:
+        """Return what the body takes for the images of prefixes. None if they have none."""
+        if model.vision is None or not any(images):
+            return None
+        if self._keyword is None:
+            name = type(model.network).__name__
+            raise ModelError(f"{name} has no cache that this sampler can use, so it cannot draw rows with images")
+        names = [(name, f"prompt {row}") for row, own in enumerate(images) for name in own]
+        return model.vision.taken(model.body, ids.numpy(), np.full(len(ids), ids.shape[1]), images, names)
+
+    def _read(
+        self,
+        model: LanguageModel,
+        peers: Peers,
+        ids: Tensor,
+        records: bool,
+        taken: Mapping[str, Tensor] | None = None,
+    ) -> States:
+        """Read the next tokens, int64[rows, tokens], of rows of one length. Experts are those of these tokens.
+
+        `taken`: what the body takes for their images.
+        """
         count = ids.shape[1]
         peers.ids = torch.cat([peers.ids, ids], 1)
         read = peers.ids if self._keyword is None else ids
@@ -124,8 +153,12 @@ class OwnCache:
             output = model.body(input_ids=read, use_cache=False)
         else:
             had = {} if peers.cache is None else {self._keyword: peers.cache}
-            output = model.body(input_ids=read, use_cache=True, **had)
+            keeps = hasattr(model.body, _DELTAS)
+            if keeps:
+                setattr(model.body, _DELTAS, peers.deltas)
+            output = model.body(**{"input_ids": read, **(taken or {})}, use_cache=True, **had)
             peers.cache = getattr(output, self._keyword)
+            peers.deltas = cast("Tensor | None", getattr(model.body, _DELTAS)) if keeps else None
         experts = None
         if routes is not None:
             seen = routes.recorded()

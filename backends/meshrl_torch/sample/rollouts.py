@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from meshrl.data import (
     CONSTRAINT,
+    FINGERPRINTS,
     MASKED,
     UNREPEATED,
     Batch,
+    Images,
     Ragged,
     Source,
     adapters_of,
@@ -28,7 +30,8 @@ from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.rows import observed
 from meshrl_torch.model.said import TAIL, decode, opened_in, said_in
-from meshrl_torch.model.text import Words, encode_prompts, prompts_of
+from meshrl_torch.model.text import Words, encode_prompts, images_in, messages_of, prompts_of
+from meshrl_torch.model.vision import images_of
 
 Ints = NDArray[np.int64]
 
@@ -67,6 +70,8 @@ class Request:
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
+    images: Images | None = None
+    """Those of each prefix. None: no prefix has any."""
 
     @cached_property
     def lengths(self) -> Ints:
@@ -81,7 +86,11 @@ class Request:
         """Append the rows of another request."""
         both: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _BY_ROW}
         both["prefix"][len(self.rows) :] += len(self.prefixes)
-        return replace(self, prefixes=[*self.prefixes, *other.prefixes], **both)
+        images: Images | None = None
+        if self.images is not None or other.images is not None:
+            each = [own.images or Images([()] * len(own.prefixes), {}) for own in (self, other)]
+            images = Images.joined(each)
+        return replace(self, prefixes=[*self.prefixes, *other.prefixes], images=images, **both)
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,11 @@ class Rollouts:
         adapters: Collection[str] = (),
         *,
         is_repeated: bool = False,
+        sees: bool = False,
     ) -> None:
         """Raises DataError for a row that cannot be read, is too long with all its new tokens, or names no adapter.
 
+        `sees`: the sampler takes images. DataError for rows with images otherwise.
         `routed`: number of layers that route, and of experts for each token, if experts are recorded. `adapters`: those
         that rows may name. `is_repeated`: trainers repeat the masks of constraints.
         """
@@ -161,9 +172,17 @@ class Rollouts:
             rows, self._full = observed(words, rows)
         if self._continued and routed[0]:
             rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
+        images = images_of(rows)
+        self._images: Images | None = images if images and any(images) else None
+        if self._images is not None and not sees:
+            row = next(row for row, names in enumerate(self._images) if names)
+            raise DataError(
+                f"{rows.place(row)} has images, and this sampler passes none on to its engine: set "
+                'sampler.backend = "torch"'
+            )
         self._adapters: Names = np.array(adapters_of(rows, adapters), np.str_)
         self._constraints = _constraints(rows, sampling)
-        self.rows: Final = rows
+        self.rows = rows
         """`n` rows for each prompt."""
         request, ended = self._read()
         self.request: Final = request
@@ -189,7 +208,11 @@ class Rollouts:
         given = rows.objects("prompt") if is_own and "prompt" in rows and len(rows) else [""] * len(rows)
         opened = opened_in(self._words, prompts, [each if isinstance(each, str) else "" for each in given])
         texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
-        experts = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
+        more: dict[str, Ragged | list[tuple[str, ...]]] = {}
+        if self._routed[0]:
+            more[COLUMN] = Ragged(finished.experts, offsets, source=Source("sampler"))
+        if self._images is not None and self._words.vision is not None:
+            more[FINGERPRINTS] = self._words.vision.fingerprints(self._images.take(finished.rows))
         return rows.assign(
             **self._masked(finished),
             tokens=Ragged(finished.tokens, offsets),
@@ -201,7 +224,7 @@ class Rollouts:
             temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
             truncated=finished.truncated,
             aborted=finished.aborted,
-            **experts,
+            **more,
         )
 
     def _masked(self, finished: Finished) -> Mapping[str, Sequence[str | None]]:
@@ -233,8 +256,19 @@ class Rollouts:
             numbers = np.arange(len(rows))
         stops = self._words.stops(sampling)
         names = np.arange(len(rows))
+        images = None if self._images is None else self._images.take(np.unique(prefix, return_index=True)[1])
         request = Request(
-            prefixes, prefix, names, starts, limits, numbers, self._adapters, self._constraints, stops, sampling.stop
+            prefixes,
+            prefix,
+            names,
+            starts,
+            limits,
+            numbers,
+            self._adapters,
+            self._constraints,
+            stops,
+            sampling.stop,
+            images,
         )
         if not self._continued or not len(rows):
             self._check_growth(request)
@@ -263,11 +297,16 @@ class Rollouts:
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
         """Return the distinct prompts, the number of each row's prompt, and its length."""
         prompts = prompts_of(self.rows, self._words.chat)
+        if self._images is not None:  # the column may have those of other texts, too
+            names = [images_in(messages_of(prompt)) for prompt in prompts]
+            self._images = Images(names, self._images.pool)
+            self.rows = self.rows.assign(images=self._images)
         keys = list(zip(map(repr, prompts), self._adapters.tolist(), strict=True))
         different = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         prompt = np.fromiter(map(different.__getitem__, keys), np.int64, len(keys))
         firsts = np.unique(prompt, return_index=True)[1].tolist()
-        ids = encode_prompts(self._words, [prompts[row] for row in firsts])
+        places = [self.rows.place(row) for row in firsts]
+        ids = encode_prompts(self._words, [prompts[row] for row in firsts], self._images, places)
         for tokens, row in zip(ids, firsts, strict=True):
             self._words.check_known(tokens, self.rows.place(row))
         return ids, prompt, lengths_of(ids)[prompt]
@@ -281,11 +320,11 @@ class Rollouts:
                 f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the "
                 f"columns {', '.join(_PREFIX)} to start all rows from their prompts"
             )
-        different: dict[tuple[bytes, str], int] = {}
+        different: dict[tuple[bytes, str, tuple[str, ...]], int] = {}
         tokens = [row.astype(np.int32).tobytes() for row in rows.tokens]
-        keys = zip(tokens, self._adapters.tolist(), strict=True)
+        keys = zip(tokens, self._adapters.tolist(), self._images or [()] * len(rows), strict=True)
         prefix = np.fromiter((different.setdefault(key, len(different)) for key in keys), np.int64, len(rows))
-        prefixes = [np.frombuffer(each, np.int32).tolist() for each, _ in different]
+        prefixes = [np.frombuffer(each, np.int32).tolist() for each, *_ in different]
         starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
         for row in np.flatnonzero(self._constraints != "").tolist():
             if not rows.loss_mask[row][starts[row] :].all():

@@ -153,7 +153,9 @@ class TorchSampler(SteppingSampler):
 
         ModelError if the last weights do not compute the same as the policy.
         """
-        rollouts = Rollouts(self._model, prompts, sampling, self._routed, self._adapters.named, is_repeated=True)
+        rollouts = Rollouts(
+            self._model, prompts, sampling, self._routed, self._adapters.named, is_repeated=True, sees=True
+        )
         for text in sorted(set(rollouts.request.constraints.tolist()) - {""}):
             grammars_of(self._model).begin(text, (), "a row")  # a fault is the caller's, not that of calls it joins
         names = set(rollouts.request.adapters.tolist())

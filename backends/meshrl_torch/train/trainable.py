@@ -38,6 +38,7 @@ from meshrl_torch.model.lora import merged
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.model.scoring import Passes, Predict, predicted
+from meshrl_torch.model.vision import eyes_of
 from meshrl_torch.train.optimizer import Stepper
 from meshrl_torch.train.step import Added, StepLoss, prepared
 
@@ -69,16 +70,27 @@ class RoleModel:
             named = self.model.adapters.named.items()
             return {f"{name}/{each}": own for name, adapter in named for each, own in adapter.parameters.items()}
         if self.head is None:
-            return dict(self.model.network.named_parameters())
+            return _trained(self.model.network.named_parameters())
         body = self.model.body.named_parameters(prefix="body")
-        return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
+        return _trained(body) | dict(self.head.named_parameters(prefix="value_head"))
+
+
+def _trained(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in named if each.requires_grad}
 
 
 def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     """Return what a table's role does with a model, after adding the role's head to it, or freezing it for adapters.
 
-    ConfigError if its role has no model.
+    What sees is frozen unless the table trains it. ConfigError if its role has no model, or a table trains what it
+    lacks.
     """
+    trains = isinstance(config, PolicyConfig) and config.train_vision
+    if trains and model.vision is None:
+        raise ConfigError("policy.train_vision: this model sees no images: leave it out")
+    if model.vision is not None and not trains:
+        for module in eyes_of(model.network).values():
+            module.requires_grad_(False)
     if isinstance(config, PolicyConfig):
         if config.is_adapted:
             model.network.requires_grad_(False)

@@ -139,7 +139,10 @@ def make_probe(passes: Passes, version: int, adapter: str | None = None) -> Prob
     random, lengths = np.random.default_rng(version), [length] * _ROWS
     if model.native_tokens < model.max_tokens - 1:
         lengths.append(min(model.native_tokens + _TOKENS, model.max_tokens - 1))
-    tokens = Ragged.of([random.integers(0, model.known, each, np.int32) for each in lengths], np.int32)
+    drawn = [random.integers(0, model.known, each, np.int32) for each in lengths]
+    if model.vision is not None:  # which would stand for an image
+        drawn = [np.where(each == model.vision.token, (model.vision.token + 1) % 2, each) for each in drawn]
+    tokens = Ragged.of(drawn, np.int32)
     return Probe(tokens, _logprobs(passes, tokens, adapter))
 
 

@@ -21,6 +21,7 @@ from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.adapted import own_name
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.scoring import Passes, Predict, one_by_one
+from meshrl_torch.model.vision import eyes_of
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.world import TP, World
 
@@ -178,7 +179,7 @@ def shard(
     # Inputs keep their dtype, because temperatures and positions are not states. Gradients are summed, not averaged, in
     # float32.
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = _blocks(network)
+    blocks = _blocks(model)
     for block in blocks:
         if config.compile:
             _compile(block)
@@ -208,10 +209,16 @@ def _compile(block: nn.Module) -> None:
     block.forward = partial(checkpoint, forward, use_reentrant=False) if recomputes else forward
 
 
-def _blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the model's layers, by transformers' names of modules that must not be split."""
+def _blocks(model: LanguageModel) -> list[nn.Module]:
+    """Return the model's layers, by transformers' names of modules that must not be split.
+
+    What sees is gathered with the rest, because in a pass some ranks may have no image.
+    """
+    network = model.network
     names = cast("Iterable[str]", getattr(network, "_no_split_modules", None) or ())
-    return [module for module in network.modules() if type(module).__name__ in names]
+    eyes = eyes_of(network).values() if model.vision is not None else ()
+    apart = {each for module in eyes for each in module.modules()}
+    return [each for each in network.modules() if type(each).__name__ in names and each not in apart]
 
 
 def _split(model: LanguageModel, world: World) -> tuple[str, ...]:

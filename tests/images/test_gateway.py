@@ -1,0 +1,73 @@
+"""Images in requests to the gateway, by the real client: what the model sees, what is learned, and what is refused."""
+
+import base64
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import openai
+import pytest
+
+from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
+from meshrl.agents import Gateway, read_chat
+from meshrl.agents.recording import Recording, recorded
+from meshrl.data import IMAGES, Images, name_of
+from meshrl.mesh import Rank, rank_context
+from meshrl.tasks import Task, TaskConfig
+from meshrl_torch.sample.sampler import TorchSampler
+from meshrl_torch.train.one_rank import TorchPolicy
+from tests.agents.talks import opened
+from tests.backends.material import floats
+from tests.images.families import folder_of, picture
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def asked(*parts: object) -> Any:
+    texts = [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+    return {"role": "user", "content": texts}
+
+
+def seen(data: bytes | str) -> Any:
+    return {"type": "image_url", "image_url": {"url": url(data) if isinstance(data, bytes) else data}}
+
+
+async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> None:
+    rank_context.set(Rank(threads=1))
+    config = SamplerConfig(model=folder_of("qwen2_5_vl", tmp_path / "model"), chat=True)
+    chat, sampler = read_chat(config), TorchSampler(config)
+    gateway, one, other = Gateway(sampler, chat), picture(1), picture(2, 40, 24)
+    async with opened(gateway, Sampling(max_tokens=4)) as talk:
+        messages = [asked("what is ", seen(one), "?")]
+        told = await talk.ask(messages)
+        messages += [told.choices[0].message, asked(seen(other), "and this?")]
+        await talk.ask(messages)
+        written: Any = {"type": "input_image", "image_url": url(one), "detail": "auto"}
+        whole: Any = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}, written]}]
+        await talk.client.responses.create(model="any", input=whole)
+        for wrong, why in {
+            "https://example.org/a.png": "not fetched from other hosts",
+            url(b"no image"): "no whole image",
+            "data:image/png,abc": "write a data URL",
+        }.items():
+            with pytest.raises(openai.BadRequestError, match=why):
+                await talk.ask([asked(seen(wrong))])
+        many = [seen(picture(seed, 4, 4)) for seed in range(65)]
+        with pytest.raises(openai.BadRequestError, match="65 different images, and at most 64"):
+            await talk.ask([asked(*many)])
+        lines, conversation = tmp_path / "rows.jsonl", talk.session.conversation
+        with Recording(lines, chat) as recording:
+            recording.add([("s", *conversation.take(first)) for first in conversation.sizes()])
+        rows = talk.rows()
+    assert not len(rows)
+    kept = Task.load(TaskConfig(source=str(lines), prompt="{prompt}", answer="{completion}", held_out=0)).train
+    rows = recorded(kept)
+    assert sorted(map(list, cast("Images", rows[IMAGES]))) == sorted([[name_of(one), name_of(other)], [name_of(one)]])
+    policy = TorchPolicy(PolicyConfig(model=config.model, chat=True))
+    scored = await policy.logprobs(rows)
+    learns = np.asarray(rows.loss_mask.values, np.bool_)
+    found, wanted = floats(scored.ragged("logprobs").values), floats(rows.sampler_logprobs.values)
+    np.testing.assert_allclose(found[learns], wanted[learns], atol=1e-5)
+    await policy.update(Batch(rows.columns).assign(advantages=np.ones(len(rows), np.float32)), ClippedLoss())

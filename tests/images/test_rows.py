@@ -1,0 +1,129 @@
+"""Images in rows: where they come from, what is refused, and how they travel."""
+
+import base64
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any, cast
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from meshrl import Batch, Task, TaskConfig
+from meshrl.data import IMAGES, Images, mark_of, name_of, opened, prompt_text
+from meshrl.errors import DataError
+from meshrl.run import find_mistakes, load_job, shipped_configs
+from tests.images.families import picture
+
+
+def file(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
+    made = BytesIO()
+    image.save(made, form, **how)
+    return made.getvalue()
+
+
+def pool(batch: Batch) -> Mapping[str, bytes]:
+    return cast("Images", batch[IMAGES]).pool
+
+
+def test_a_file_travels_once_however_often_its_row_is_repeated() -> None:
+    one, other = picture(1, 200, 200), picture(2, 200, 200)
+    batch = Batch.of(images=Images.of([[one], [other, one], []]), groups=np.arange(3))
+    group = batch.repeat(64)
+    sent = sum(part.nbytes for part in group.to_wire()[1])
+    assert len(one) + len(other) <= sent <= len(one) + len(other) + 64 * 3 * 100
+    assert Batch.from_wire(*group.to_wire()) == group
+    parts = group.split(5)
+    assert Batch.join(parts) == group
+    assert pool(Batch.join(parts)) == {name_of(one): one, name_of(other): other}
+    assert pool(group.select([0])) == {name_of(one): one}
+    with pytest.raises(DataError, match=r"Images\.of"):
+        Batch.of(images=["a.png"])
+
+
+def test_a_task_reads_paths_bytes_and_data_urls(tmp_path: Path) -> None:
+    one, other = picture(1), picture(2)
+    (tmp_path / "one.png").write_bytes(one)
+    url = f"data:image/png;base64,{base64.b64encode(other).decode()}"
+    parts = [{"type": "text", "text": "Compare "}, {"type": "image"}, {"type": "image_url", "image_url": {"url": url}}]
+    rows = [
+        {"image": "one.png", "question": "What?", "answer": "1", "messages": [{"role": "user", "content": parts}]},
+        {
+            "image": [url, "one.png"],
+            "question": "Which?",
+            "answer": "2",
+            "messages": [{"role": "user", "content": "x"}],
+        },
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both, names = {name_of(one): one, name_of(other): other}, [mark_of(name_of(each)) for each in (one, other)]
+
+    def task(prompt: str, source: str = "rows.jsonl") -> Batch:
+        return Task.load(TaskConfig(source=str(tmp_path / source), prompt=prompt, images=("image",), held_out=0)).train
+
+    for prompt, wanted in {
+        "{question}": [names[0] + "What?", names[1] + names[0] + "Which?"],
+        "{question} In {image}.": [f"What? In {names[0]}.", f"Which? In {names[1]}{names[0]}."],
+    }.items():
+        found = task(prompt)
+        assert list(found.objects("prompt")) == wanted
+        assert pool(found) == both
+    said = task("{messages}").objects("prompt")
+    assert [each[0]["content"] for each in said] == [f"Compare {names[0]}{names[1]}", f"{names[1]}{names[0]}x"]  # type: ignore[index]
+    assert prompt_text(found.objects("prompt")[0]) == f"What? In [image {name_of(one)[:8]}]."
+
+    table = pa.Table.from_pylist([{"image": {"bytes": one, "path": None}, "question": "What?", "answer": "1"}])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    assert task("{question}", "rows.parquet").objects("prompt") == (names[0] + "What?",)
+
+
+def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
+    huge = bytearray(file(Image.new("RGB", (4, 4))))
+    huge[16:24] = (100_000).to_bytes(4) * 2
+    huge[29:33] = crc32(huge[12:29]).to_bytes(4)
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    cases = {
+        "is an empty file": b"",
+        "no whole image": b"text, not pixels",
+        "truncated|no whole image": picture(1, 90, 90)[:-200],
+        "pixels": bytes(huge),
+        "animated, with 2 frames": file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "not fetched from other hosts": "https://example.org/a.png",
+        "cannot be read: .*missing.png": str(tmp_path / "missing.png"),
+        "write a data URL": "data:image/png,abc",
+        "a path, bytes, or a data URL": 5,
+    }
+    row = {"question": "a", "answer": "b"}
+    for match, value in cases.items():
+        with pytest.raises(DataError, match=f"rows, row 1: `image`.*({match})"):
+            Task.of([row | {"image": each} for each in (picture(1), value)], images=["image"])
+
+
+def test_odd_images_are_read_as_documented() -> None:
+    grey = np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)
+    turned = Image.new("RGB", (6, 4), "red")
+    turned.putpixel((0, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    found = opened(file(Image.fromarray(grey)), "")
+    assert (found.mode, found.getpixel((7, 7)), found.getpixel((0, 0))) == ("RGB", (255,) * 3, (0,) * 3)
+    assert opened(file(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG"), "").getpixel((1, 1)) == pytest.approx(
+        (255, 0, 0), abs=12
+    )
+    upright = opened(file(turned, exif=exif), "")
+    assert (upright.size, upright.getpixel((3, 0))) == ((4, 6), (0, 0, 255))
+    assert opened(file(Image.new("RGBA", (2, 2), (9, 9, 9, 0))), "").getpixel((0, 0)) == (255, 255, 255)
+    assert opened(file(Image.new("P", (2, 2), 0), "GIF"), "").mode == "RGB"
+
+
+def test_a_backend_without_images_is_a_mistake_before_a_run() -> None:
+    keys = ["task.options={size = 40}", "task.held_out=0", "policy.backend=megatron"]
+    job = load_job(shipped_configs()["sft/shapes"], keys)
+    assert "policy.backend = 'megatron' takes no images: set it to one of" in "".join(
+        find_mistakes(job.config, job.run)
+    )
