@@ -46,9 +46,9 @@ class Samples:
         some = await _loaded(wanted.select(_chosen(batch, self._rows)))
         columns = _row_columns(some)
         lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(some))]
-        images = some.columns.get(IMAGES)
-        for row, line in enumerate(lines if isinstance(images, Images) else ()):
-            line[IMAGES] = [thumbnail(images.pool[name]) for name in images[row]]
+        if isinstance(images := some.columns.get(IMAGES), Images):
+            for line, names in zip(lines, images, strict=True):
+                line[IMAGES] = [thumbnail(images.pool[name]) for name in names]
         left, kept = self._tokens, dict[int, Line]()
         for row, line in enumerate(lines):
             found = _token_columns(some, row)
