@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +81,7 @@ class Health:
         """Mesh and actor of calls whose end was not seen."""
         self._drawing: set[tuple[str, str]] = set()
         """Meshes and actors that draw tokens."""
-        self._tokens, self._operations, self._waited = Counter[str](), Counter[str](), Counter[str]()
+        self._tokens, self._operations, self._waited = (defaultdict[str, float](float) for _ in range(3))
 
     def see(self, events: Sequence[Event]) -> None:
         """Count events."""

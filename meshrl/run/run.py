@@ -355,7 +355,7 @@ class Run:
             return {}
         self._events.flush()
         rows = stats.get("rows", 0.0)
-        drawn = rows * stats.get("completion_tokens", 0.0)
+        drawn = float(rows * stats.get("completion_tokens", 0.0))
         found = self._health.gauges(self._events.now(), drawn, rows, self._events.gauges)
         for name, value in found.items():
             self._events.emit(Gauge(name, self._events.now(), value))

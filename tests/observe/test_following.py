@@ -84,7 +84,7 @@ def test_the_tokens_of_a_row_are_read_where_its_line_is(tmp_path: Path) -> None:
         opened.write(b"no line\n" + lines(*({"step": at, "tokens": {"tokens": [at]}} for at in range(1, ROWS + 2))))
     heads = shown(followed)["samples"]
     assert (heads[0]["at"], heads[0]["step"], heads[-1]["step"], heads[-1]["tokens"]) == (2, 2, ROWS + 1, True)
-    assert "1 lines of samples.jsonl cannot be read, and are left out." in followed.content()["notes"]
+    assert "1 lines of samples.jsonl cannot be read, and are left out." in shown(followed)["notes"]
     assert [followed.tokens(head["at"]) for head in (heads[0], heads[-1])] == [
         b'{"tokens":[2]}',
         b'{"tokens":[%d]}' % (ROWS + 1),
