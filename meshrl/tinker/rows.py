@@ -162,8 +162,9 @@ def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float
     The core has no torch, in which the losses are written. So their values are here once more.
     """
     learned = batch.loss_mask.values
-    given = {name: batch.ragged(name).values[learned].astype(np.float64) for name in loss.columns if name != "rows"}
-    now = logprobs.values[learned].astype(np.float64)
+    columns = {name: batch.ragged(name).values[learned] for name in loss.columns if name != "rows"}
+    given: dict[str, NDArray[np.float64]] = {name: np.asarray(each, np.float64) for name, each in columns.items()}
+    now: NDArray[np.float64] = np.asarray(logprobs.values[learned], np.float64)
     if isinstance(loss, WeightedCrossEntropy):
         return -given["weights"] * now
     ratios, advantages = now - given["sampler_logprobs"], given["advantages"]
