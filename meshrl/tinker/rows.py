@@ -162,8 +162,9 @@ def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float
     The core has no torch, in which the losses are written. So their values are here once more.
     """
     learned = batch.loss_mask.values
-    given = {name: batch.ragged(name).values[learned].astype(np.float64) for name in loss.columns if name != "rows"}
-    now = logprobs.values[learned].astype(np.float64)
+    columns = {name: batch.ragged(name).values[learned] for name in loss.columns if name != "rows"}
+    given: dict[str, NDArray[np.float64]] = {name: np.asarray(each, np.float64) for name, each in columns.items()}
+    now: NDArray[np.float64] = np.asarray(logprobs.values[learned], np.float64)
     if isinstance(loss, WeightedCrossEntropy):
         return -given["weights"] * now
     ratios, advantages = now - given["sampler_logprobs"], given["advantages"]
@@ -174,12 +175,14 @@ def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float
         counts = np.bincount(row[counted], minlength=len(batch))
         means = np.bincount(row[counted], ratios[counted], len(batch)) / np.maximum(counts, 1)
         ratios = means[row]
-    ratios = np.exp(ratios.clip(-_HELD, _HELD))
+    held: NDArray[np.float64] = np.exp(ratios.clip(-_HELD, _HELD))
+    bounded = held
+    if isinstance(loss, CispoSum | ClippedSum | GspoSum):
+        bounded = held.clip(loss.low, loss.high)
     if isinstance(loss, CispoSum):
-        return -ratios.clip(loss.low, loss.high) * advantages * now
-    if isinstance(loss, ClippedSum | GspoSum):
-        return np.maximum(-ratios * advantages, -ratios.clip(loss.low, loss.high) * advantages)
-    return -ratios * advantages
+        return -bounded * advantages * now
+    found: NDArray[np.float64] = np.maximum(-held * advantages, -bounded * advantages)
+    return found
 
 
 def tokens_of(data: Sequence[Datum]) -> int:

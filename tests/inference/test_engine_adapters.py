@@ -1,7 +1,8 @@
 """Adapters alone at vLLM: rows use their own, which a policy sends without its base, and say its versions."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from typing import cast
 
 import numpy as np
 import pytest
@@ -88,7 +89,8 @@ async def test_rows_change_to_a_version_that_comes_in_flight(adapted: EngineSamp
     await learn(made, "maths")
     many = Batch.of(prompt=["abc>"] * 2000, adapter=["maths"] * 2000, max_tokens=np.where(np.arange(2000) % 2, 200, 4))
     drawn: list[Batch] = []
-    async with aclosing(adapted.generate(many, Sampling(ignore_eos=True))) as stream:
+    drawing = cast("AsyncGenerator[Batch]", adapted.generate(many, Sampling(ignore_eos=True)))
+    async with aclosing(drawing) as stream:
         drawn.append(await anext(stream))
         with pytest.raises(DataError, match="'maths' decodes rows of 1 calls"):
             await adapted.drop_adapter("maths")

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 import meshrl as rl
@@ -54,6 +55,10 @@ def rows() -> rl.Batch:
     return rl.Batch.of(tokens=rl.Ragged.of(list(tokens), np.int32), loss_mask=rl.Ragged.of(masks, np.bool_))
 
 
+def floats(column: rl.Ragged) -> NDArray[np.float64]:
+    return np.asarray(column.values, np.float64)
+
+
 def packed(model: str, number: int, **keys: Any) -> bytes:
     return msgspec.msgpack.encode(Call(model, number, **keys))
 
@@ -70,8 +75,8 @@ async def test_a_call_that_comes_again_is_made_once_and_halves_are_a_whole(tmp_p
 
             seen = (await whole.forward_backward(rows(), CrossEntropy())).rows.ragged("logprobs")
             assert (await whole.step()).means() == made.metrics.means()
-            wanted = (await base.logprobs(rows())).ragged("logprobs").values * rows().loss_mask.values
-            np.testing.assert_allclose(seen.values, wanted, atol=1e-6)
+            wanted = floats((await base.logprobs(rows())).ragged("logprobs")) * floats(rows().loss_mask)
+            np.testing.assert_allclose(floats(seen), wanted, atol=1e-6)
 
             sampler = server.sampler()
             assert (await rl.publish(whole, sampler)).version == 1

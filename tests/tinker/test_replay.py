@@ -21,8 +21,8 @@ def session(url: str) -> None:
         for step in range(3):
             passed = training.forward_backward([row(number), row(step)], "cross_entropy")
             stepped = training.optim_step(ADAM)
-            assert passed.result()
-            assert stepped.result()
+            passed.result()
+            stepped.result()
         path = training.save_state("kept").result().path
         training.forward_backward([row(9)], "cross_entropy").result()
         training.optim_step(ADAM).result()
