@@ -68,7 +68,7 @@ def names_called(tools: Sequence[Tool], choice: object) -> Sequence[str]:
         return ()
     if choice != "required":
         function: Any = choice.get("function", choice) if isinstance(choice, dict) else None
-        wanted = function.get("name") if isinstance(function, dict) else choice
+        wanted = str(function.get("name") if isinstance(function, dict) else choice)
         if wanted not in names:
             raise DataError(f"tool_choice: {wanted!r} is none of the tools {', '.join(names) or '(there are none)'}")
         return [wanted]

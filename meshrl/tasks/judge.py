@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from meshrl.config import Config
-from meshrl.data import Batch, prompt_text
+from meshrl.data import Batch, Prompt, prompt_text
 from meshrl.errors import ConfigError, DataError, Discard, described, shortened
 from meshrl.mesh import current_rank
 from meshrl.tasks.cells import fill
@@ -129,7 +129,7 @@ class Judge:
             import openai  # noqa: PLC0415 -- an extra
         except ModuleNotFoundError as error:
             raise ConfigError("a judge needs the package openai: pip install 'meshrl[agents]'") from error
-        self._library = openai
+        self._library: Any = openai
         self._said: dict[str, str] = {}
         self._folder = config.cache.expanduser() if config.cache else None
 
@@ -178,9 +178,10 @@ class Judge:
         yield tuple(shown)
 
     def _text(self, batch: Batch, row: int, answers: Sequence[str]) -> str:
-        config, values = self._config, dict(batch.objects("row")[row]) if "row" in batch else {}  # type: ignore[call-overload]
+        config, given = self._config, batch.objects("row")[row] if "row" in batch else {}
+        values = dict(cast("Mapping[str, object]", given))
         answer = batch.objects("answer")[row] if "answer" in batch else values.get("answer", "")
-        parts = [("task", prompt_text(batch.objects("prompt")[row]))]  # type: ignore[arg-type]
+        parts = [("task", prompt_text(cast("Prompt", batch.objects("prompt")[row])))]
         parts += [("answer" if len(answers) == 1 else f"answer {at}", text) for at, text in enumerate(answers, 1)]
         if config.by == "reference":
             parts.append(("reference", str(answer)))

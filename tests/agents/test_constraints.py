@@ -55,7 +55,7 @@ async def test_answers_are_what_their_constraints_say() -> None:
         held(Branch(SCHEMA)),
         held(Branch(regex=r"[a-c]{2}\d/\d+z"), thought="</think>"),
         held(Branch(choices=("yes", "no", 'a "b"'))),
-        held(call, Branch(choices=("none",))),
+        held(call, Branch(choices=("none",)), Branch({}, begin="any ")),
         None,
     ]
     rows = await drawn(*constraints, n=6, max_tokens=100)
@@ -74,7 +74,11 @@ async def test_answers_are_what_their_constraints_say() -> None:
     assert len({*texts[2]}) > 1
     assert ended[2].all()
     for text in np.array(texts[3])[ended[3]]:
-        assert text == "none" or json.loads(text[len("<tool_call>") : -len("</tool_call>")])["name"] == "add"
+        if text.startswith("any "):
+            json.loads(text[4:])
+        else:
+            assert text == "none" or json.loads(text[len("<tool_call>") : -len("</tool_call>")])["name"] == "add"
+    assert any(text.startswith("any ") for text in texts[3])
     assert [spans is None for spans in rows.objects("masked")] == [False] * 24 + [True] * 6
 
 

@@ -94,7 +94,7 @@ def _content(branch: Branch) -> str:
         return " | ".join(map(json.dumps, branch.choices))
     if branch.regex is not None:
         return f"/{regex_to_lark(branch.regex, use_ascii='')}/"
-    schema = {} if branch.schema is True else branch.schema or {"not": {}}
+    schema = branch.schema if isinstance(branch.schema, Mapping) else {} if branch.schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACES}})}"
 
 
