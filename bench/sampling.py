@@ -69,7 +69,16 @@ def speed(model: LanguageModel, limits: NDArray[np.int64], slots: int, refill: i
     numbers = np.arange(ROWS)
     starts = np.array(list(map(len, ids)))[numbers // 8]
     request = Request(
-        ids, numbers // 8, numbers, starts, limits, numbers, np.full(ROWS, BASE), ends=frozenset(), stop=()
+        ids,
+        numbers // 8,
+        numbers,
+        starts,
+        limits,
+        numbers,
+        np.full(ROWS, BASE),
+        np.full(ROWS, "", np.object_),
+        ends=frozenset(),
+        stop=(),
     )
     decoder = Decoder(model, Cache(), request, Draw(Sampling(), key(0)), slots, refill)
     start = time.process_time()
