@@ -44,7 +44,7 @@ class HuggingFaceChat:
         self._bare = replace(known, chat=None)
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
-        self.backends = "torch", ""
+        self.backends: tuple[str, str] = ("torch", "")
         self.calls = HERMES if "<tool_call>" in str(known.tokenizer.chat_template) else LLAMA
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -169,8 +169,8 @@ class Decoder:
         """Return the state of each row's constraint after what was drawn of it before."""
         begun = np.full(len(rows), None, np.object_)
         for at, row in enumerate(rows.tolist()):
-            if text := self._request.constraints[row]:
-                drawn = self._request.prefixes[self._request.prefix[row]][self._request.starts[row] :]
+            if text := str(self._request.constraints[row]):
+                drawn = self._request.prefixes[int(self._request.prefix[row])][int(self._request.starts[row]) :]
                 begun[at] = grammars_of(self._model).begin(text, drawn, f"row {row}")
         return begun
 
