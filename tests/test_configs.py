@@ -42,9 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for path in CONFIGS.values():
             job = load_job(path, [])
             run, task = job.run, vars(job.config).get("task")
-            shutil.copytree(
-                sees if task and task.images else model, made / run.folder / run.name / "model", dirs_exist_ok=True
-            )
+            own = sees if task and task.images else model
+            shutil.copytree(own, made / run.folder / run.name / "model", dirs_exist_ok=True)
         save_models(made)
         yield made
 
