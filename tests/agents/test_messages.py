@@ -77,8 +77,8 @@ async def test_turns_of_thoughts_and_tools_are_one_row_whole_or_streamed(talk: T
             rows = own.rows()
             assert [int(mask.sum()) for mask in rows.loss_mask] == [drawn + len("two\0")]
             prompt = "system: Be kind.\nuser: 1 + 1?\nassistant: "
-            assert rows.objects("prompt")[0].endswith(prompt)
-            assert rows.objects("completion")[0].endswith("tool: 2\nassistant: two")
+            assert str(rows.objects("prompt")[0]).endswith(prompt)
+            assert str(rows.objects("completion")[0]).endswith("tool: 2\nassistant: two")
 
 
 @talking(["a", "hello you", "hello"])
@@ -89,7 +89,7 @@ async def test_results_and_texts_of_one_message_and_why_an_answer_ended(talk: Ta
         {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "two"},
     ]
-    calls = [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ("a", "b")]
+    calls: list[object] = [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ("a", "b")]
     messages = [USER, {"role": "assistant", "content": calls}, {"role": "user", "content": parts}]
     await post(talk, messages=messages)
     assert talk.sampler.asked[0].endswith("tool: 2\0\ntool: \0\nuser: one\n\ntwo\0\nassistant: ")
