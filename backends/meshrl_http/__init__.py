@@ -8,7 +8,7 @@ from meshrl_inference import CHAT, COUNTS, ENDS, TEXTS
 __all__ = ["BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
 
 MASKS: Final[Masks] = "plain"
-"""Servers hold answers to plain constraints, under masks of their own."""
+"""Servers hold answers to plain constraints, under their own masks."""
 
 ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 """The class of each role. Strings, so that a look-up imports no torch."""

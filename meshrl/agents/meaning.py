@@ -78,7 +78,7 @@ def split_thoughts(text: str) -> tuple[Sequence[str], str]:
 
 
 def pieces_of(text: str) -> Sequence[tuple[str, bool]]:
-    """The texts and thoughts of which a text is made, in order, and whether each is a thought.
+    """The texts and thoughts that make up a text, in order, and whether each is a thought.
 
     They have no tags. A thought without an end counts as text.
     """

@@ -220,7 +220,7 @@ class _Tool(msgspec.Struct):
     type: str | None = None
 
     def read(self) -> Tool:
-        """Return the tool as chat templates read it. Raises DataError for tools of which only the name is given."""
+        """Return the tool as chat templates read it. Raises DataError for a tool that has only a name."""
         if self.type not in (None, "custom") or self.input_schema is None:
             raise DataError(
                 f"tools: {self.name!r} of type {self.type!r} is not served: give tools with an input_schema, which the "

@@ -64,7 +64,7 @@ class Asked:
     form: Branch | None = None
     """The form of an answer without a call. None if it is free."""
     called: Sequence[str] = ()
-    """The tools of which the model must call one. Empty if it need not call any."""
+    """The model must call one of these tools. Empty if it need not call any."""
     images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     """The files of the images that messages name."""
 

@@ -1,7 +1,7 @@
 """Episodes without a program: the model calls tools of MCP servers, and this loop runs them for it.
 
-Each episode has its own connections, and its own processes of servers that are commands. A call that fails is told to
-the model, since it may have asked for the wrong thing. A server that cannot be reached discards the episode.
+Each episode has its own connections, and its own processes of servers that are commands. The model reads of a call that
+fails, since it may have asked for the wrong thing. A server that cannot be reached discards the episode.
 """
 
 import json

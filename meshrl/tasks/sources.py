@@ -192,7 +192,7 @@ def _numbered(rows: Iterable[Row], source: str) -> Iterator[tuple[str, Row]]:
 
 
 def _plain_rows(rows: Iterable[tuple[str, Row]], images: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield rows with the values that they would have as lines of JSON, but for those of `images`."""
+    """Yield rows with the values that they would have as lines of JSON, except those of `images`."""
     for where, row in rows:
         yield (
             where,

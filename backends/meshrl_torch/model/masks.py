@@ -32,7 +32,7 @@ _ALL: Final = -1
 _KEPT: Final = 256
 """Grammars that are kept compiled, for each tokenizer."""
 _SPACES: Final = r"[ \n]{1,20}"
-"""Spaces between the parts of JSON. Without a limit, a model may write spaces for ever."""
+"""Spaces between the parts of JSON. Without a limit, a model may write spaces forever."""
 
 
 def check_installed() -> None:
@@ -148,7 +148,7 @@ class Grammars:
         return matcher
 
     def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
-        """Return the tokens that each state allows next. ModelError if no token can go on."""
+        """Return the tokens that each state allows next. ModelError if no token can follow."""
         from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415 -- an extra
 
         bits = np.full((len(matchers), (self._known + 31) // 32), _ALL, np.int32)

@@ -347,7 +347,7 @@ class Rollouts:
 
 
 def _constraints(rows: Batch, sampling: Sampling) -> NDArray[np.object_]:
-    """Return the text of each row's constraint, "" for none. DataError if answers would go on after their end."""
+    """Return the text of each row's constraint, "" for none. DataError if answers would continue after their end."""
     given = rows.objects(CONSTRAINT) if CONSTRAINT in rows else (None,) * len(rows)
     texts = ["" if text is None else read_constraint(text, rows.place(row)).text for row, text in enumerate(given)]
     if sampling.ignore_eos and any(texts):
