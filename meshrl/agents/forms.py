@@ -61,7 +61,7 @@ def format_form(kind: object, schema: object, where: str) -> Branch | None:
 
 
 def names_called(tools: Sequence[Tool], choice: object) -> Sequence[str]:
-    """The names of tools, one of which must be called: all for "required", or the given one. DataError for none."""
+    """Return the tools that a call may name: all for "required", or the given one. Raises DataError for none."""
     functions: list[Any] = [tool.get("function") for tool in tools]
     names = [str(each.get("name")) for each in functions if isinstance(each, dict)]
     if choice in (None, "auto", "none"):
