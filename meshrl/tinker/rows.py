@@ -151,7 +151,7 @@ def passed(batch: Batch, logprobs: Ragged, losses: NDArray[np.float32] | NDArray
 
     `batch` is that of `batch_of`, `logprobs` are ragged float32 of its rows, and `losses` float[tokens].
     """
-    values = np.asarray(logprobs.values, np.float32)[batch.loss_mask.values]
+    values = np.asarray(logprobs.values, np.float32)[np.asarray(batch.loss_mask.values, np.bool_)]
     metrics = {"loss:sum": float(np.sum(losses, dtype=np.float64))}
     return Passed((logprobs.lengths - 1).tolist(), values.tobytes(), metrics)
 
@@ -161,7 +161,7 @@ def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float
 
     The core has no torch, in which the losses are written. So their values are here once more.
     """
-    learned = batch.loss_mask.values
+    learned = np.asarray(batch.loss_mask.values, np.bool_)
     columns = {name: batch.ragged(name).values[learned] for name in loss.columns if name != "rows"}
     given: dict[str, NDArray[np.float64]] = {name: np.asarray(each, np.float64) for name, each in columns.items()}
     now: NDArray[np.float64] = np.asarray(logprobs.values[learned], np.float64)

@@ -25,7 +25,7 @@ class ChatML:
 
     ends = frozenset({0})
     max_tokens = native_tokens = 1 << 20
-    backends = ("fake", "")
+    backends: tuple[str, str] = ("fake", "")
     calls = HERMES
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

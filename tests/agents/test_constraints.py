@@ -46,7 +46,7 @@ def held(*branches: Branch, thought: str = "") -> str:
 
 async def drawn(*constraints: str | None, **sampling: Any) -> rl.Batch:
     prompts = rl.Batch.of(prompt=["Say: "] * len(constraints), constraint=list(constraints))
-    return await rl.rollout(TorchSampler(SAMPLER), prompts, rl.Sampling(**{"max_tokens": 200, **sampling}))
+    return await rl.rollout(TorchSampler(SAMPLER), prompts, rl.Sampling.model_validate({"max_tokens": 200, **sampling}))
 
 
 async def test_answers_are_what_their_constraints_say() -> None:

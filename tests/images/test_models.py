@@ -61,7 +61,7 @@ def policy(model: str, **keys: object) -> TorchPolicy:
 
 async def drawn(model: str, rows: Batch | None = None, **keys: Any) -> Batch:
     made = TorchSampler(SamplerConfig.model_validate({"model": model, "chat": True, "slots": 4}))
-    sampling = Sampling(**{"n": 2, "max_tokens": 6, **keys})
+    sampling = Sampling.model_validate({"n": 2, "max_tokens": 6, **keys})
     parts = [part async for part in made.generate(prompts() if rows is None else rows, sampling)]
     whole = Batch.join(parts)
     return whole.assign(advantages=np.linspace(-1, 1, len(whole), dtype=np.float32))

@@ -70,9 +70,10 @@ def test_a_task_reads_paths_bytes_and_data_urls(tmp_path: Path) -> None:
         "{question}": [names[0] + "What?", names[1] + names[0] + "Which?"],
         "{question} In {image}.": [f"What? In {names[0]}.", f"Which? In {names[1]}{names[0]}."],
     }.items():
-        found = task(prompt)
-        assert list(found.objects("prompt")) == wanted
-        assert pool(found) == both
+        read = task(prompt)
+        assert list(read.objects("prompt")) == wanted
+        assert pool(read) == both
+    found = task("{question} In {image}.")
     said = task("{messages}").objects("prompt")
     assert [each[0]["content"] for each in said] == [f"Compare {names[0]}{names[1]}", f"{names[1]}{names[0]}x"]  # type: ignore[index]
     assert prompt_text(found.objects("prompt")[0]) == f"What? In [image {name_of(one)[:8]}]."

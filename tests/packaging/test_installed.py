@@ -107,6 +107,7 @@ IMPORTS_MASKS = "from meshrl.data import Branch, Constraint; from meshrl_torch.m
 USES = {
     "agents": ("python", "-c", "from meshrl.agents import Gateway; import meshrl.agents.recording"),
     "constraints": ("python", "-c", f"{IMPORTS_MASKS}; check_grammar(Constraint((Branch(regex='a'),)))"),
+    "images": ("python", "-c", "from meshrl.tasks import images; from PIL import Image"),
     "fsdp": (*RUN, MODEL, "policy.backend=fsdp"),
     "http": ("python", "-c", "import meshrl_http.sampler"),
     "maths": ("python", "-c", "import meshrl as rl; assert rl.math_answer('', '$1/2$', {'answer': '0.5'}) == 1"),

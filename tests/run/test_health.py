@@ -87,6 +87,7 @@ def fetched(address: str) -> str:
 
 async def test_a_run_serves_its_newest_numbers_while_it_runs(tmp_path: Path) -> None:
     batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.array([0.25, 0.75], np.float32))
+    text = ""
     with capture_logs() as logs:
         async with Run(RunConfig(folder=str(tmp_path), metrics_port=0)) as run:
             (address,) = [word for each in logs for word in each["event"].split() if word.endswith("/metrics")]

@@ -22,14 +22,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("limits")
 
 
+def quotas() -> dict[str, dict[str, object]]:
+    return {name: {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "models": 2} for name, key in KEYS.items()}
+
+
 @pytest.fixture(scope="module")
 def server(model: str, folder: Path) -> Iterator[str]:
-    """It keeps results of 4 KB of each tenant, and waits half a second for a sign."""
-    tenants = {
-        name: {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "models": 2} for name, key in KEYS.items()
-    }
-    tenants["small"]["storage_gib"] = 1e-4
-    with served(table(model, folder, tenants=tenants, samples_mib=0.004, session_timeout=0.5)) as url:
+    """It keeps results of 4 KB of each tenant."""
+    small = {"storage_gib": 1e-4}
+    with served(
+        table(model, folder, tenants={**quotas(), "small": quotas()["small"] | small}, samples_mib=0.004)
+    ) as url:
         yield url
 
 
@@ -54,7 +57,12 @@ def test_results_that_nobody_fetches_leave_first_and_those_of_others_stay(server
     assert kept == {"one": 410, "two": 200}
 
 
-def test_a_session_without_a_sign_gives_up_its_models_and_what_waits(server: str) -> None:
+def test_a_session_without_a_sign_gives_up_its_models_and_what_waits(model: str, tmp_path: Path) -> None:
+    with served(table(model, tmp_path, tenants=quotas(), session_timeout=3)) as url:
+        leaves(url)
+
+
+def leaves(server: str) -> None:
     session = told(server, "create_session", {}, "one")[1]["session_id"]
     for number in range(2):
         made = {"session_id": session, "model_seq_id": number, "base_model": "tiny"}

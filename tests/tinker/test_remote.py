@@ -32,8 +32,15 @@ def configured(folder: Path, **policy: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("adapter", [{}, {"lora": LORA}], ids=["whole", "adapter"])
 async def test_a_page_makes_the_same_steps_against_a_server(tmp_path: Path, adapter: dict[str, Any]) -> None:
-    table = {**letter_b(tmp_path), "steps": 4, "prompts": 8, "sampling": {"n": 4, "max_tokens": 4}, "minibatches": 2}
-    table["policy"] = table["policy"] | {"lora": LORA | {"sync": "adapters"}} if adapter else table["policy"]
+    table: dict[str, Any] = {
+        **letter_b(tmp_path),
+        "steps": 4,
+        "prompts": 8,
+        "sampling": {"n": 4, "max_tokens": 4},
+        "minibatches": 2,
+    }
+    if adapter:
+        table["policy"] = table["policy"] | {"lora": LORA | {"sync": "adapters"}}
     table["evaluation"] = {"every": 2, "rows": 4}
     table["task"] = table["task"] | {"held_out": 4}
     alone = await run_page("grpo", tmp_path / "alone", table)
