@@ -12,7 +12,7 @@ from typing import Self, TypeVar, cast
 
 from meshrl import log
 from meshrl.data import Batch, Metrics
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, described
 from meshrl.events import Event, EventLog, Gauge, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
 from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
@@ -120,7 +120,7 @@ class Run:
         self._outer: EventLog | None = None
         self._watch: Watch | None = None
         self._schedule: Schedule | None = None
-        self._health = Health()
+        self._health, self._counts = Health(), True
         self._learning: set[asyncio.Task[None]] = set()
         self._samples = Samples(config.samples_rows, config.samples_tokens)
 
@@ -347,7 +347,16 @@ class Run:
         speeds = self._note_health(stats)
         self.recorder.step(step, {**values, "step_s": seconds}, speeds)
         if batch is not None and step % self.config.samples_every == 0:
-            self.recorder.samples(step, await self._samples.of(batch))
+            await self._keep_samples(step, batch)
+
+    async def _keep_samples(self, step: int, batch: Batch) -> None:
+        """Write some rows of a batch. What cannot be shown is only logged: nothing that is learned depends on it."""
+        try:
+            rows = await self._samples.of(batch)
+        except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
+            log.warning(f"samples.jsonl has no rows of step {step}, and the run goes on: {described(error)}")
+        else:
+            self.recorder.samples(step, rows)
 
     def _note_health(self, stats: Mapping[str, float]) -> Mapping[str, float]:
         """Record how the machines were used since the last record, as gauges. Returns the speeds."""
@@ -356,14 +365,28 @@ class Run:
         self._events.flush()
         rows = stats.get("rows", 0.0)
         drawn = float(rows * stats.get("completion_tokens", 0.0))
-        found = self._health.gauges(self._events.now(), drawn, rows, self._events.gauges)
+        found: Mapping[str, float] = {}
+        if self._counts:
+            try:
+                found = self._health.gauges(self._events.now(), drawn, rows, self._events.gauges)
+            except Exception as error:  # noqa: BLE001 -- see _count_no_more
+                self._count_no_more(error)
         for name, value in found.items():
             self._events.emit(Gauge(name, self._events.now(), value))
         return {name: value for name, value in found.items() if name.startswith(SPEED)}
 
     def _tell(self, events: Sequence[Event], began: float) -> None:
-        self._health.see(events)
+        if self._counts:
+            try:
+                self._health.see(events)
+            except Exception as error:  # noqa: BLE001 -- see _count_no_more
+                self._count_no_more(error)
         self._trackers.events(events, began)
+
+    def _count_no_more(self, error: Exception) -> None:
+        """Leave out speeds and utilisation from now on: a run does not fail because it cannot be measured."""
+        self._counts = False
+        log.warning(f"speeds and utilisation are left out from now on, and the run goes on: {described(error)}")
 
     def _exposition(self) -> str:
         """The newest numbers for Prometheus."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import IMAGES, Batch, Images, Ragged, prompt_text, thumbnail
-from meshrl.errors import DataLost, MeshrlError
+from meshrl.errors import DataError, DataLost, described
 from meshrl.mesh import Array, Rows
 from meshrl.roles import ModelConfig, token_reader
 
@@ -71,14 +71,17 @@ class Samples:
             return ()
         try:
             return await asyncio.to_thread(self._read, self.model, rows)
-        except MeshrlError as error:
-            log.warning(f"samples.jsonl has tokens without their texts: {error}")
-            self.model = None
+        except Exception as error:  # noqa: BLE001 -- a tokenizer may raise anything
+            log.warning(f"samples.jsonl has tokens without their texts: {described(error)}")
+            if self._reader is None:
+                self.model = None
             return ()
 
     def _read(self, model: ModelConfig, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
         if self._reader is None:
             self._reader = token_reader(model) or (lambda _: ())
+        if (least := min(map(min, rows))) < 0:  # which would count from the end of a list of texts
+            raise DataError(f"the batch has a token {least}, which no tokenizer has")
         return self._reader(rows)
 
 
@@ -116,8 +119,13 @@ def _row_columns(some: Batch) -> Mapping[str, Sequence[object]]:
         elif not isinstance(column, Ragged):
             texts = [*map(prompt_text, column)] if name == "prompt" else column
             if all(text is None or isinstance(text, str) for text in texts):
-                found[name] = texts
+                found[name] = [text and _writable(cast("str", text)) for text in texts]
     return found
+
+
+def _writable(text: str) -> str:
+    """Write out halves of surrogate pairs, which UTF-8 cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _token_columns(some: Batch, row: int) -> Mapping[str, Array]:

@@ -1,7 +1,7 @@
 import io
 import tomllib
 from asyncio import CancelledError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,8 +13,10 @@ from structlog.testing import capture_logs
 
 import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Run, RunConfig
+from meshrl.data import Images
 from meshrl.errors import DataError, RankFailed
 from meshrl.run import MeshConfig
+from meshrl.run.health import Health
 from tests.run.test_checkpoints import lines
 
 
@@ -120,6 +122,40 @@ async def test_samples_are_whole_groups_with_the_numbers_of_tokens_as_far_as_the
     assert found[1]["advantage"] == pytest.approx(own[1:].mean())
     assert (found[0]["reward"], found[1]["reward"], found[1]["reward_right"]) == (None, 1, 1)
     assert found[0]["prompt"] == "user: p7"
+
+
+async def test_what_cannot_be_shown_or_measured_is_logged_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts(rows: Sequence[Sequence[int]]) -> list[list[str]]:
+        return [["ab"[token] for token in row] for row in rows]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("no time has passed")
+
+    monkeypatch.setattr("meshrl.run.samples.token_reader", lambda _: texts)
+    monkeypatch.setattr(Health, "see", broken)
+    good = Batch.of(completion=["half a pair: \ud83d"], tokens=Ragged.of([[0, 1]], np.int32))
+    unknown, negative = (good.assign(tokens=Ragged.of([[0, token]], np.int32)) for token in (7, -1))
+    pictured = good.assign(images=Images.of([[b"no image"]]))
+    with capture_logs() as logs:
+        async with Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:
+            await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none"))
+            async for step in run.steps(4):
+                await run.record(Metrics.of(), [unknown, negative, pictured, good][step])
+    found = lines(run.folder / "samples.jsonl")
+    assert [line["step"] for line in found] == [0, 1, 3]
+    assert found[0]["tokens"] == {"tokens": [0, 7]}
+    assert found[2]["tokens"] == {"texts": ["a", "b"], "tokens": [0, 1]}
+    assert found[2]["completion"] == "half a pair: \\ud83d"
+    told = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert [line.partition(":")[0] for line in told if "samples" in line] == [
+        "samples.jsonl has tokens without their texts",
+        "samples.jsonl has tokens without their texts",
+        "samples.jsonl has no rows of step 2, and the run goes on",
+    ]
+    assert len([line for line in told if "ZeroDivisionError: no time has passed" in line]) == 1
+    assert summary(run.folder)["status"] == "finished"
 
 
 @pytest.mark.parametrize(
