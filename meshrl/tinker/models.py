@@ -176,7 +176,7 @@ class AdapterModels(Models):
             name = self._names.get(version)
             if name is None or name not in self._held:
                 weights = await asyncio.to_thread(read_weights, folder)
-                name = f"v-{weights.fingerprint()}"
+                name = f"v-{weights.version}-{weights.fingerprint()}"  # rows tell the version, even of equal bytes
                 if name not in self._held:
                     await self._make_room()
                     await self.sampler.load(weights.named(name))

@@ -102,6 +102,18 @@ async def test_a_call_that_comes_again_is_made_once_and_halves_are_a_whole(tmp_p
             assert (await whole.logprobs(rows())).ragged("logprobs") == before
 
 
+async def test_rows_have_the_version_that_was_published_even_if_a_step_changed_nothing(tmp_path: Path) -> None:
+    with served(configured(tmp_path, lora=LORA)) as url:
+        async with rl.connect(url) as server:
+            policy, sampler = await server.policy(), server.sampler()
+            for version in range(2):
+                assert (await rl.publish(policy, sampler)).version == version
+                drawn = await rl.rollout(sampler, rl.Batch.of(prompt=["ab>"]), rl.Sampling(n=2, max_tokens=4))
+                assert set(drawn.versions.values.tolist()) == {-1, version}
+                await policy.forward_backward(rows(), CrossEntropy())
+                await policy.step(rl.Step(lr=0.0))
+
+
 async def test_mistakes_are_told(tmp_path: Path) -> None:
     class Mine(CrossEntropy):
         pass
