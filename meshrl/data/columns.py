@@ -259,6 +259,12 @@ def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> t
     return msgspec.msgpack.encode(_Header(rows, len(origins), packed)), parts
 
 
+_UNREADABLE: Final = (
+    msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What reading a header raises that anyone may have written."""
+
+
 def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
     """Undo `pack`, and check the result. Arrays are read-only views of the buffers, not to be written any more."""
     try:
@@ -268,7 +274,7 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
                 check_offsets(column.offsets, len(column.values))
             if len(column) != rows:
                 raise ValueError(f"`{name}` has {len(column)} rows, not {rows}")
-    except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         raise DataError(
             f"not a batch, or a damaged one: {error} (header of {memoryview(header).nbytes} bytes, "

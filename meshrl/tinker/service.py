@@ -12,6 +12,7 @@ from typing import Final, Literal, cast
 
 import msgspec
 import numpy as np
+from pydantic import ValidationError
 
 from meshrl import log
 from meshrl.data import Batch
@@ -259,7 +260,7 @@ class Service:
                 return await self._passed(group)
             queue, pending = group[0]
             return [await self._result(queue, pending)]
-        except (MeshrlError, OSError) as error:
+        except Exception as error:  # whatever it is, it is of these requests, and the server goes on
             if is_machine_fault(error):
                 raise
             failure = self.failure(error)
@@ -299,7 +300,7 @@ class Service:
         await self.models.create(self.model(queue.tenant, queue.model))
         try:
             await self._restored(queue)
-        except (MeshrlError, OSError) as error:
+        except Exception as error:
             if not is_machine_fault(error):
                 await self._leave(queue)  # it is not as its client knows it, so nothing may be applied to it
             raise
@@ -317,7 +318,7 @@ class Service:
         for done in redo:
             try:
                 await self._changed(queue, done.request)
-            except (MeshrlError, OSError) as error:
+            except Exception as error:
                 if is_machine_fault(error):
                     raise
                 raise MeshrlError(
@@ -414,7 +415,7 @@ class Service:
 
     async def _called(self, queue: ModelQueue, request: Call) -> Made:
         """Add the gradients of a client of ours, or step, or both."""
-        made = Made()
+        made, step = Made(), _step_of(request)
         if request.verb != "step":
             batch, loss = request.rows()
             queue.changing = True
@@ -423,7 +424,7 @@ class Service:
             made = Made(Packed.of(result.rows), dict(result.metrics.entries))
         if request.verb != "forward_backward":
             queue.changing = True
-            metrics = await self.models.stepped(queue.model, Step.model_validate(request.step or {}))
+            metrics = await self.models.stepped(queue.model, step)
             queue.changing = queue.accumulating = False
             queue.steps += 1
             made = Made(sums=dict(metrics.entries))
@@ -578,6 +579,13 @@ class Service:
 def _newest(folder: Path) -> int:
     """Return the number of the newest state in a model's folder. -1 if there is none."""
     return max((int(path.name.removeprefix("state-")) for path in folder.glob("state-*")), default=-1)
+
+
+def _step_of(request: Call) -> Step:
+    try:
+        return Step.model_validate(request.step or {})
+    except ValidationError as error:
+        raise DataError(f"the step cannot have these values: {error}") from error
 
 
 def _verb(request: Request) -> str:

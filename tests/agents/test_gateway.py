@@ -123,7 +123,8 @@ async def test_requests_that_are_refused_in_words(talk: Talk) -> None:
         ({"n": 0}, r"`\$.n`"),
         ({"n": 100_000}, r"`\$.n`"),
         ({"messages": [{"role": "king", "content": ""}]}, r"Invalid enum value 'king'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has the image None: .* data URL"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, r"type 'video_url'"),
         ({"tool_choice": "required", "tools": TOOLS}, "the backend 'fake' cannot"),
         ({"response_format": {"type": "json_object"}}, "the backend 'fake' cannot"),
         ({"logprobs": True, "top_logprobs": 3}, r"top_logprobs"),
@@ -194,7 +195,7 @@ async def test_requests_in_the_other_form_that_are_refused_in_words(talk: Talk) 
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "give the whole conversation"),
-        ({"input": [image]}, "type 'input_image'"),
+        ({"input": [image]}, "has the image 'a': .* data URL"),
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "an item of type 'web_search_call'"),
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not served"),
         ({"tools": [TOOL], "tool_choice": "required"}, "the backend 'fake' cannot"),

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from meshrl.remote import Call
 from meshrl.tinker import ServedConfig, queues
 from meshrl.tinker.journal import Answered, Journal, Place, Record
 from meshrl.tinker.library import Session
 from meshrl.tinker.queues import Busy, Room
 from meshrl.tinker.requests import Adam, Create, OptimStep
-from meshrl.tinker.results import Plain
+from meshrl.tinker.results import Failure, Plain
 from meshrl.tinker.service import Service
 from tests.tinker.served import table
 
@@ -89,6 +90,25 @@ async def test_a_disk_that_is_full_holds_results_back_and_ends_nothing(
         assert isinstance(await stepped(made, other, 1), Plain)
         models.full = False
         assert isinstance(await stepped(made, model, 2), Plain)
+
+
+async def test_a_request_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
+    class Broken(Idle):
+        async def step(self, model: str, adam: Adam) -> dict[str, float]:
+            raise RecursionError
+
+    calls = [Call("session:train:0", 2, "step", step={"bogus": 1.0}), Call("session:train:0", 3, "logprobs")]
+    async with service(tmp_path, Broken()) as made:
+        model = made.create("default", Create("session", 0, "tiny"))
+        failure = await stepped(made, model, 1)
+        assert isinstance(failure, Failure)
+        assert (failure.error, failure.category) == ("RecursionError: the log of the server says more", "server")
+        for number, (call, complaint) in enumerate(zip(calls, ("bogus", "needs rows"), strict=True), 2):
+            made.submit("default", model, number, call)
+            failure = await made.queue("default", model).result(number, 60)
+            assert isinstance(failure, Failure)
+            assert complaint in failure.error
+            assert failure.category == "user"
 
 
 async def test_models_that_clients_are_done_with_keep_no_file_open(tmp_path: Path) -> None:
