@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Self, TypeAlias, cast
+from typing import Final, Literal, Self, TypeAlias, cast
 
 import msgspec
 import numpy as np

@@ -222,7 +222,7 @@ def test_what_cannot_travel_and_a_damaged_wire_form_are_refused() -> None:
         (header, buffers[::-1]),
         (header.replace(b"int32", b"int99"), buffers),
         (bytes([header[0], header[1] + 1]) + header[2:], buffers),  # a column more
-        Batch.of(deep=[0]).to_wire()[:1] + ([b"\x91" * 100_000 + b"\xc0"],),
+        (Batch.of(deep=[0]).to_wire()[0], [b"\x91" * 100_000 + b"\xc0"]),
     ):
         with pytest.raises(DataError, match="not a batch, or a damaged one"):
             Batch.from_wire(*damaged)
