@@ -7,6 +7,7 @@ import errno
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -187,6 +188,19 @@ def dataset_rows(
             raise DataError(f"dataset {text!r}: {_first_line(error)}") from error
         features = cast("Mapping[str, object]", getattr(found, "features", None) or {})
         for name in files:
-            if isinstance(features.get(name), datasets.Image):
-                found = cast("Any", found).cast_column(name, datasets.Image(decode=False))
+            if (kept := _undecoded(features.get(name))) is not None:
+                found = cast("Any", found).cast_column(name, kept)
         yield from map(dict, islice(found, rows))
+
+
+def _undecoded(feature: object) -> object | None:
+    """Return a feature of images, or of lists of them, that gives their files. None for any other."""
+    import datasets  # noqa: PLC0415
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, list):  # how older releases write a list
+        own = _undecoded(feature[0])
+        return None if own is None else [own]
+    own = _undecoded(feature.feature) if isinstance(feature, datasets.Sequence | datasets.LargeList) else None
+    return None if own is None else replace(cast("Any", feature), feature=own)

@@ -141,13 +141,9 @@ def opened(data: bytes, where: str) -> "Image":
         raise DataError(f"{where}: the image {size}")
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as file:
-            (width, height), frames = file.size, int(getattr(file, "n_frames", 1))
-            if not 0 < width * height <= MOST_PIXELS:
-                raise DataError(
-                    f"{where}: the image has {width} x {height} pixels: at most {MOST_PIXELS:,} are read: scale it down"
-                )
-            if frames > 1:
-                raise DataError(f"{where}: the image is animated, with {frames} frames: give one of them")
+            _check_size(file.size, where)
+            if file.format != "MPO" and getattr(file, "is_animated", False):  # a camera's JPEG has previews behind it
+                raise DataError(f"{where}: the image is animated: give one of its frames")
             file.load()
             return _plain(ImageOps.exif_transpose(file))
     except DataError:
@@ -157,6 +153,21 @@ def opened(data: bytes, where: str) -> "Image":
     except Exception as error:  # a damaged file may raise anything
         kind = "this is no whole image"
         raise DataError(f"{where}: {kind}, of {', '.join(FORMATS)}: {described(error)}") from error
+
+
+def file_of(image: "Image", where: str) -> bytes:
+    """Return an image of Pillow as a file, as `opened` reads it. DataError, which names `where`, if it cannot be."""
+    _check_size(image.size, where)
+    if image.mode == "F":
+        raise DataError(f"{where}: the image has floats, whose range is not known: scale it to 8 bits")
+    try:
+        from PIL import ImageOps  # noqa: PLC0415 -- an extra
+
+        file = BytesIO()
+        _plain(ImageOps.exif_transpose(image)).save(file, "PNG")
+    except Exception as error:  # Pillow reads some files only now, and damaged ones may raise anything
+        raise DataError(f"{where}: the image cannot be made RGB: {described(error)}") from error
+    return file.getvalue()
 
 
 def thumbnail(data: bytes) -> str:
@@ -171,6 +182,14 @@ def thumbnail(data: bytes) -> str:
 def data_url(data: bytes, kind: str = "application/octet-stream") -> str:
     """Return a file of this media type as a data URL in base64."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _check_size(size: tuple[int, int], where: str) -> None:
+    width, height = size
+    if not 0 < width * height <= MOST_PIXELS:
+        raise DataError(
+            f"{where}: the image has {width} x {height} pixels: at most {MOST_PIXELS:,} are read: scale it down"
+        )
 
 
 def _plain(image: "Image") -> "Image":

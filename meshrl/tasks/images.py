@@ -2,28 +2,24 @@
 
 import base64
 import binascii
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Final, cast
 
-from meshrl.data import mark_of, name_of, opened
+from typing_extensions import TypeIs
+
+from meshrl.data import MOST_BYTES, file_of, mark_of, name_of, opened
 from meshrl.errors import DataError, shortened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _PARTS: Final = ("image", "image_url", "input_image")
 """Types of the parts of a message that are images."""
 _KEYS: Final = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of such a part that may hold it."""
-
-
-@runtime_checkable
-class _Picture(Protocol):
-    """An image of Pillow, as datasets makes it."""
-
-    def save(self, file: BytesIO, form: str) -> None:
-        """Write a file."""
-        ...
 
 
 class Album:
@@ -108,14 +104,19 @@ class Album:
             )
         if isinstance(value, str) and value:
             try:
-                return (self._folder / value).read_bytes()
+                with (self._folder / value).open("rb") as file:
+                    return file.read(MOST_BYTES + 1)  # a longer one is refused when it is opened
             except (OSError, ValueError) as error:
                 raise DataError(f"{where}: the image {shortened(value)} cannot be read: {error}") from error
-        if isinstance(value, _Picture):
-            file = BytesIO()
-            value.save(file, "PNG")
-            return file.getvalue()
+        if _is_picture(value):
+            return file_of(value, where)
         raise DataError(f"{where} is {shortened(value)}: an image is a path, bytes, or a data URL")
+
+
+def _is_picture(value: object) -> TypeIs["Image"]:
+    """True for an image of Pillow, as datasets makes it. There is none before Pillow is imported."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def decoded_url(url: str, where: str) -> bytes:

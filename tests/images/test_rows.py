@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,6 +18,7 @@ from pyarrow import parquet
 from meshrl import Batch, Task, TaskConfig
 from meshrl.data import IMAGES, Images, mark_of, name_of, opened, prompt_text
 from meshrl.errors import DataError
+from meshrl.hub import dataset_rows
 from meshrl.run import find_mistakes, load_job, shipped_configs
 from tests.images.families import picture
 
@@ -93,7 +95,7 @@ def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
         "no whole image": b"text, not pixels",
         "truncated|no whole image": picture(1, 90, 90)[:-200],
         "pixels": bytes(huge),
-        "animated, with 2 frames": file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "is animated": file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
         "not fetched from other hosts": "https://example.org/a.png",
         "cannot be read: .*missing.png": str(tmp_path / "missing.png"),
         "write a data URL": "data:image/png,abc",
@@ -120,6 +122,31 @@ def test_odd_images_are_read_as_documented() -> None:
     assert (upright.size, upright.getpixel((3, 0))) == ((4, 6), (0, 0, 255))
     assert opened(file(Image.new("RGBA", (2, 2), (9, 9, 9, 0))), "").getpixel((0, 0)) == (255, 255, 255)
     assert opened(file(Image.new("P", (2, 2), 0), "GIF"), "").mode == "RGB"
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    camera = file(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    assert opened(camera, "").getpixel((4, 4)) == pytest.approx((255, 0, 0), abs=12)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "HSV", "YCbCr", "LAB", "LA", "PA", "I;16", "1"])
+def test_an_image_of_pillow_is_read_whatever_its_mode(mode: str) -> None:
+    row = {"question": "a", "answer": "b"}
+    found = Task.of([row | {"image": Image.new(mode, (4, 4))}], images=["image"], held_out=0).train
+    (data,) = pool(found).values()
+    assert opened(data, "").mode == "RGB"
+
+
+def test_an_image_of_floats_is_an_error_of_its_row() -> None:
+    with pytest.raises(DataError, match=r"rows, row 0: `image`.*floats"):
+        Task.of([{"question": "a", "answer": "b", "image": Image.new("F", (4, 4))}], images=["image"])
+
+
+def test_lists_of_images_of_the_hub_are_not_decoded_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = datasets.Dataset.from_dict(
+        {"images": [[{"bytes": picture(1), "path": None}]]}, datasets.Features({"images": [datasets.Image()]})
+    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+    (row,) = dataset_rows("org/name", {}, files=["images"])
+    assert row == {"images": [{"bytes": picture(1), "path": None}]}
 
 
 def test_a_backend_without_images_is_a_mistake_before_a_run() -> None:
