@@ -89,7 +89,7 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path, capsys: pytest.Capture
     several = rl.RewardConfig(functions={"right": judge, "longer": longer}, weights={"longer": 0.1})
     trained = await rl.train("none", ROWS, several, small(steps=2, **{"run.folder": str(tmp_path)}))
     told = capsys.readouterr()
-    assert re.search(r"\[info {5}\] step 2/2 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
+    assert re.search(r"\[info {5}\] step 2/2 reward=\S+ loss=\S+ .*step_s=\S+ .*left=0s", told.err)
     assert "step 2/2" not in told.out
     assert trained.summary["steps"] == 2
     assert trained.folder == tmp_path / "train"
