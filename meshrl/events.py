@@ -258,6 +258,7 @@ class EventLog:
             self.flush()
         finally:
             self._kept = deque(maxlen=0)
+            self._tell = None  # contexts of tasks may hold the log for longer than the run
             self._file.close()
 
 
