@@ -4,19 +4,23 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias, cast
 
+import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.data import IMAGES, Batch, Images, Ragged, prompt_text, thumbnail
+from meshrl.data import IMAGES, Batch, Column, Images, Ragged, RemoteColumn, is_ragged, prompt_text, thumbnail
 from meshrl.errors import DataError, DataLost, described
 from meshrl.mesh import Array, Rows
 from meshrl.roles import ModelConfig, token_reader
 
 Line: TypeAlias = dict[str, object]
 Reader: TypeAlias = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[str]]]
+_TokenColumns: TypeAlias = Mapping[str, Array]
 
 _ONE: Final = {"rewards": "reward", "groups": "group", "advantages": "advantage"}
 """Names of columns for one row."""
+_AVERAGED: Final = ("advantages", "loss_mask")
+"""Columns of tokens from which a row's mean advantage follows."""
 _LEFT_OUT: Final = ("row", "place", "experts", "aborted")
 """Columns that nobody reads as a text or a number."""
 _DIGITS: Final = 5
@@ -38,64 +42,105 @@ class Samples:
         """Return some rows as plain values: texts and numbers by column, and under `tokens` lists with one per token.
 
         Whole groups are chosen, evenly spread over the batch. Columns that lie on ranks are loaded for these rows
-        alone. Rows whose tokens have no more room are kept without them.
+        alone, and those of tokens for the rows that have room for them. Other rows are kept without them. The lists are
+        JSON already, because they are long: another thread writes them.
         """
         if "groups" in batch:
             batch = await batch.load("groups")
-        wanted = batch.only(*(name for name in batch.names if name not in _LEFT_OUT))
-        some = await _loaded(wanted.select(_chosen(batch, self._rows)))
-        columns = _row_columns(some)
-        lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(some))]
-        if isinstance(images := some.columns.get(IMAGES), Images):
-            for line, names in zip(lines, images, strict=True):
-                line[IMAGES] = [thumbnail(images.pool[name]) for name in names]
-        left, kept = self._tokens, dict[int, Line]()
-        for row, line in enumerate(lines):
-            found = _token_columns(some, row)
-            if not found:
-                continue
-            line["length"] = length = len(found["tokens"])
-            if "advantages" in found and "advantage" not in line:
-                line["advantage"] = _mean(found["advantages"], found.get("loss_mask"))
-            if length <= left:
-                left -= length
-                kept[row] = {name: _plain(values) for name, values in found.items()}
-        texts = await self._texts([cast("list[int]", each["tokens"]) for each in kept.values()])
-        for at, (row, columns_of_row) in enumerate(kept.items()):
-            lines[row]["tokens"] = {**({"texts": texts[at]} if texts else {}), **columns_of_row}
+        wanted = batch.only(*(name for name in batch.names if name not in _LEFT_OUT and _is_flat(batch.stored[name])))
+        some = wanted.select(_chosen(batch, self._rows))
+        by_token = [name for name in some.names if is_ragged(some.stored[name])]
+        rows = some.drop(*by_token)
+        rows = await _loaded(rows, rows.names)
+        columns = _row_columns(rows)
+        lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(rows))]
+        if isinstance(images := rows.columns.get(IMAGES), Images):
+            for line, small in zip(lines, await asyncio.to_thread(_thumbnails, images), strict=True):
+                line[IMAGES] = small
+        kept = await self._with_room(lines, rows, some.only(*by_token))
+        if kept:
+            for row, json in zip(kept, await asyncio.to_thread(self._encoded, [*kept.values()]), strict=True):
+                lines[row]["tokens"] = json
         return lines
 
-    async def _texts(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
-        """Return the text of each token, empty if no tokenizer is known."""
-        if self.model is None or not rows:
+    async def _with_room(self, lines: Sequence[Line], rows: Batch, tokens: Batch) -> dict[int, _TokenColumns]:
+        """Return the columns of tokens, by row, of those that have room. Adds lengths and mean advantages to all lines.
+
+        `rows`: the other columns. Those of an agent's episode are there, and all others in `tokens`.
+        """
+        if episodes := _of_episodes(rows):
+            found, lengths = episodes, [len(each.get("tokens", ())) for each in episodes]
+        else:
+            early = [name for name in _AVERAGED if name in tokens and "advantages" in tokens]
+            tokens = await _loaded(tokens, early)
+            found = _of_rows(tokens.only(*(name for name in early if name in tokens)))
+            lengths = tokens.lengths.tolist() if "tokens" in tokens else [0] * len(lines)
+        left, fitting = self._tokens, list[int]()
+        for row, (line, length) in enumerate(zip(lines, lengths, strict=True)):
+            if length:
+                line["length"] = length
+                averaged = _of_length(found[row], length)
+                if "advantages" in averaged and "advantage" not in line:
+                    line["advantage"] = _mean(averaged["advantages"], averaged.get("loss_mask"))
+                if length <= left:
+                    left -= length
+                    fitting.append(row)
+        if not fitting:
+            return {}
+        few = tokens.select(fitting)
+        chosen = [episodes[row] for row in fitting] if episodes else _of_rows(await _loaded(few, few.names))
+        pairs = zip(fitting, chosen, strict=True)
+        return {row: _of_length(each, lengths[row]) for row, each in pairs if "tokens" in each}
+
+    def _encoded(self, rows: Sequence[_TokenColumns]) -> list[msgspec.Raw]:
+        """Return the columns of rows as JSON, with the text of each token."""
+        plain = [{name: _plain(values) for name, values in columns.items()} for columns in rows]
+        texts = self._texts([cast("list[int]", each["tokens"]) for each in plain])
+        told = [{"texts": own, **each} for own, each in zip(texts, plain, strict=True)] if texts else plain
+        return [msgspec.Raw(msgspec.json.encode(each)) for each in told]
+
+    def _texts(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
+        """Return the text of each token, empty if no tokenizer is known or one of them has no text."""
+        if self.model is None:
             return ()
         try:
-            return await asyncio.to_thread(self._read, self.model, rows)
+            if self._reader is None:
+                self._reader = token_reader(self.model) or (lambda _: ())
+            if (least := min(map(min, rows))) < 0:  # which would count from the end of a list of texts
+                raise DataError(f"the batch has a token {least}, which no tokenizer has")
+            return self._reader(rows)
         except Exception as error:  # noqa: BLE001 -- a tokenizer may raise anything
             log.warning(f"samples.jsonl has tokens without their texts: {described(error)}")
             if self._reader is None:
                 self.model = None
             return ()
 
-    def _read(self, model: ModelConfig, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
-        if self._reader is None:
-            self._reader = token_reader(model) or (lambda _: ())
-        if (least := min(map(min, rows))) < 0:  # which would count from the end of a list of texts
-            raise DataError(f"the batch has a token {least}, which no tokenizer has")
-        return self._reader(rows)
 
-
-async def _loaded(some: Batch) -> Batch:
-    """Load all columns. Those that were lost with a rank are left out: the run has no other use for them."""
+async def _loaded(some: Batch, names: Sequence[str]) -> Batch:
+    """Load these columns. Those that were lost with a rank are left out: the run has no other use for them."""
+    if not names:
+        return some
     try:
-        return await some.load()
+        return await some.load(*names)
     except DataLost:
-        for name in some.names:
+        for name in names:
             try:
                 some = await some.load(name)
             except DataLost:
                 some = some.drop(name)
         return some
+
+
+def _is_flat(column: Column | RemoteColumn) -> bool:
+    """True for texts and for one number for each row or token. Others, such as top-k log-probs, are not shown."""
+    if isinstance(column, RemoteColumn):
+        return not column.form.shape
+    values = column.values if isinstance(column, Ragged) else column
+    return not isinstance(values, np.ndarray) or values.ndim == 1
+
+
+def _thumbnails(images: Images) -> list[list[str]]:
+    return [[thumbnail(images.pool[name]) for name in names] for names in images]
 
 
 def _chosen(batch: Batch, most: int) -> Rows:
@@ -128,18 +173,32 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _token_columns(some: Batch, row: int) -> Mapping[str, Array]:
-    """Return the columns of a row with one number for each of its tokens. Empty if it has no tokens.
+def _of_episodes(rows: Batch) -> list[_TokenColumns]:
+    """Return the columns of tokens of agents' episodes: of their conversations, which follow each other.
 
-    Those of an agent's episode are in its conversations, which follow each other.
+    Empty if the rows are none.
     """
-    episode = some.objects("episode")[row] if "episode" in some and isinstance(some["episode"], tuple) else None
-    if isinstance(episode, Batch):
-        ragged = {name: column.values for name, column in episode.columns.items() if isinstance(column, Ragged)}
-    else:
-        ragged = {name: column[row] for name, column in some.columns.items() if isinstance(column, Ragged)}
-    length = len(ragged.get("tokens", ()))
-    return {name: values for name, values in ragged.items() if length and values.shape == (length,)}
+    if not isinstance(rows.columns.get("episode"), tuple):
+        return []
+    episodes = rows.objects("episode")
+    if not any(isinstance(each, Batch) for each in episodes):
+        return []
+    return [
+        {name: column.values for name, column in each.columns.items() if isinstance(column, Ragged)}
+        if isinstance(each, Batch)
+        else {}
+        for each in episodes
+    ]
+
+
+def _of_rows(tokens: Batch) -> list[_TokenColumns]:
+    ragged = {name: column for name, column in tokens.columns.items() if isinstance(column, Ragged)}
+    return [{name: column[row] for name, column in ragged.items()} for row in range(len(tokens))]
+
+
+def _of_length(columns: _TokenColumns, length: int) -> _TokenColumns:
+    """Return the columns with one number for each token."""
+    return {name: values for name, values in columns.items() if values.shape == (length,)}
 
 
 def _mean(values: Array, mask: Array | None) -> float | None:

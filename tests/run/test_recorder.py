@@ -17,6 +17,8 @@ from meshrl.data import Images
 from meshrl.errors import DataError, RankFailed
 from meshrl.run import MeshConfig
 from meshrl.run.health import Health
+from meshrl.run.samples import Samples
+from tests.data.test_remote_column import Kept
 from tests.run.test_checkpoints import lines
 
 
@@ -122,6 +124,20 @@ async def test_samples_are_whole_groups_with_the_numbers_of_tokens_as_far_as_the
     assert found[1]["advantage"] == pytest.approx(own[1:].mean())
     assert (found[0]["reward"], found[1]["reward"], found[1]["reward_right"]) == (None, 1, 1)
     assert found[0]["prompt"] == "user: p7"
+
+
+async def test_samples_fetch_from_ranks_what_they_keep() -> None:
+    tokens = Ragged(np.arange(9, dtype=np.int32), np.array([0, 2, 6, 9]))
+    drawn = Ragged(np.zeros((9, 64), np.float32), tokens.offsets)
+    whole = Batch.of(prompt=["a", "b", "c"], embedding=np.zeros((3, 512)), tokens=tokens, top=drawn)
+    batch = Batch.join([part.hold(Kept, 0) for part in whole.split(3)])
+    for room, rows in ((0, []), (5, [0, 2])):
+        Kept.reads.clear()
+        found = await Samples(3, room).of(batch)
+        assert [(line["prompt"], line["length"]) for line in found] == [("a", 2), ("b", 4), ("c", 3)]
+        assert [row for row, line in enumerate(found) if "tokens" in line] == rows
+        fetched = [name for number in Kept.reads for name in cast("dict[str, object]", Kept.store[number])]
+        assert sorted(fetched) == sorted(["prompt"] * 3 + ["tokens", "top"] * len(rows)), "they lie together"
 
 
 async def test_what_cannot_be_shown_or_measured_is_logged_and_the_run_goes_on(
