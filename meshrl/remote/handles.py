@@ -15,7 +15,7 @@ import numpy as np
 from meshrl.algo import Loss
 from meshrl.data import ADAPTER, Batch, LossResult, Metrics, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.remote.client import Client
+from meshrl.remote.client import Client, Gone
 from meshrl.remote.messages import Call, Generate, Made, Named, Packed, Verb
 from meshrl.roles import Policy, PolicyConfig, Sampler, Sampling, Step, places_of
 
@@ -89,7 +89,7 @@ async def connect(url: str, key: str = "tml-local", patience: float = _PATIENCE)
         signs.cancel()
         await asyncio.gather(signs, return_exceptions=True)
         with suppress(MeshrlError):  # the server may have ended, and lets go of silent sessions
-            await Client(url, key, 0.0).json(f"sessions/{session}/finish", {"reason": {"type": how}})
+            await client.once().json(f"sessions/{session}/finish", {"reason": {"type": how}})
 
 
 class RemotePolicy(Policy):
@@ -195,9 +195,15 @@ class RemoteSampler(Sampler):
             sampling.beside,
             sampling.joins,
         )
-        rows = _batch_of(await self._client.result("meshrl/generate", msgspec.msgpack.encode(asked)))
+        rows = _batch_of(await self._generated(msgspec.msgpack.encode(asked)))
         made = rows.drop(*(name for name in (*read.names, _PLACE) if name in rows and name not in _DRAWN))
         yield prompts.select(rows.row(_PLACE)).assign(**made.columns)
+
+    async def _generated(self, asked: bytes) -> Made:
+        """Return the rows of a call, which a server that began again, or had no room for them, draws again."""
+        while True:
+            with suppress(Gone):
+                return await self._client.result("meshrl/generate", asked)
 
     async def load(self, weights: Weights) -> Batch:
         """Draw from these weights from the next call on. ModelError if they are not of a policy at a server."""
