@@ -70,8 +70,10 @@ class Health:
     """Adds up the calls and waits of a run, from its events."""
 
     def __init__(self) -> None:
-        self._flops: dict[str, Flops] = {}
-        """Operations of a forward pass, by the class of the actor."""
+        self._flops: dict[tuple[str, str], Flops] = {}
+        """Operations of a forward pass, by the mesh and the class of the actor."""
+        self._unclear: set[str] = set()
+        """Meshes with several models of one class, whose calls cannot be told apart: their utilisation is unknown."""
         self._meshes: dict[str, MeshOf] = {}
         """The meshes of these actors."""
         self._core: float | None = None
@@ -105,29 +107,32 @@ class Health:
             return
         if flops is None:
             return
-        self._flops[actor], self._meshes[mesh.name] = flops, mesh
+        if self._flops.setdefault((mesh.name, actor), flops) != flops:
+            self._unclear.add(mesh.name)
+        self._meshes[mesh.name] = mesh
         if not mesh.gpus and self._core is None:
             self._core = await asyncio.to_thread(core_peak)
 
     def _count(self, mesh: str, actor: str, tokens: float, rows: float, passes: int) -> None:
         self._tokens[mesh] += tokens
-        if (flops := self._flops.get(actor)) and passes:
+        if (flops := self._flops.get((mesh, actor))) and passes:
             self._operations[mesh] += passes * flops.forward(rows, tokens / rows)
 
-    def gauges(self, now: float, drawn: float, rows: float, known: Mapping[str, float]) -> dict[str, float]:
+    def gauges(self, now: float, drawn: float | None, rows: float, known: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers since the last call, by the names of their gauges, and begin again.
 
-        `now`: seconds since the start of the run. `drawn`: tokens that samplers drew for the `rows` of the step.
-        `known`: the run's gauges.
+        `now`: seconds since the start of the run. `drawn`: tokens that samplers drew for the `rows` of the step. None
+        if they are unknown, as are then the speed and the utilisation of their meshes. `known`: the run's gauges.
         """
         for mesh, actor in self._drawing:
-            self._count(mesh, actor, drawn / len(self._drawing), rows or 1, 1)
+            self._count(mesh, actor, (drawn or 0.0) / len(self._drawing), rows or 1, 1)
+        unknown = {mesh for mesh, _ in self._drawing} if drawn is None else set[str]()
         seconds = now - self._since
         found: dict[str, float] = {}
         if seconds > 0:
-            found = {f"{SPEED}{mesh}": tokens / seconds for mesh, tokens in self._tokens.items()}
+            found = {f"{SPEED}{mesh}": each / seconds for mesh, each in self._tokens.items() if mesh not in unknown}
             for mesh, operations in self._operations.items():
-                if peak := self._peak(mesh, known):
+                if mesh not in unknown | self._unclear and (peak := self._peak(mesh, known)):
                     found[f"{USE}{mesh}"] = operations / seconds / peak
             found |= {f"{WAITED}{who}": min(1.0, waited / seconds) for who, waited in self._waited.items()}
         self.begin(now)
@@ -158,9 +163,12 @@ def core_peak() -> float | None:
     """
     cores, machine = free_cores(), f"{os.uname().nodename}, {free_cores()} cores"
     file = Path.home() / _KEPT
+    known: dict[str, float] = {}
+    """By machine: several may share this folder."""
     with suppress(OSError, ValueError):
-        if found := msgspec.json.decode(file.read_bytes(), type=dict[str, float]).get(machine):
-            return found
+        known = msgspec.json.decode(file.read_bytes(), type=dict[str, float])
+    if found := known.get(machine):
+        return found
     try:
         command = [sys.executable, "-c", _MEASURE]
         done = subprocess.run(command, capture_output=True, check=True, env={})  # noqa: S603 -- our own program
@@ -170,7 +178,7 @@ def core_peak() -> float | None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(msgspec.json.encode({machine: peak}))
+        part.write_bytes(msgspec.json.encode({**known, machine: peak}))
         part.replace(file)
     return peak
 

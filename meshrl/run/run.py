@@ -363,12 +363,12 @@ class Run:
         if self._events is None:
             return {}
         self._events.flush()
-        rows = stats.get("rows", 0.0)
-        drawn = float(rows * stats.get("completion_tokens", 0.0))
+        rows, each = stats.get("rows"), stats.get("completion_tokens", 0.0 if stats.get("rows") == 0 else None)
+        drawn = None if rows is None or each is None else float(rows * each)
         found: Mapping[str, float] = {}
         if self._counts:
             try:
-                found = self._health.gauges(self._events.now(), drawn, rows, self._events.gauges)
+                found = self._health.gauges(self._events.now(), drawn, rows or 0.0, self._events.gauges)
             except Exception as error:  # noqa: BLE001 -- see _count_no_more
                 self._count_no_more(error)
         for name, value in found.items():

@@ -10,7 +10,7 @@ from meshrl import Batch, Metrics, Ragged, Run, RunConfig
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Event, Gauge, Span, Wait, sink
 from meshrl.observe.run_files import EVENT
-from meshrl.roles import ModelConfig
+from meshrl.roles import Flops, ModelConfig
 from meshrl.run import health
 from meshrl.run.health import Health, MeshOf, core_peak
 from meshrl.run.prometheus import exposition
@@ -25,8 +25,6 @@ def called(number: int, mesh: str, endpoint: str, tokens: int | None, rows: int 
 
 
 async def test_speeds_utilisation_and_waits_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshrl.roles import Flops  # noqa: PLC0415
-
     found = Health()
     monkeypatch.setattr(health, "flops_of", lambda _: Flops(per_token=100.0, per_pair=2.0))
     monkeypatch.setattr(health, "core_peak", lambda: 1e4)
@@ -47,7 +45,27 @@ async def test_speeds_utilisation_and_waits_of_a_step(monkeypatch: pytest.Monkey
         }
     )
     found.see(called(4, "main", "update", 400))
-    assert found.gauges(6.0, drawn=0, rows=0, known={"cores of main": 3.0})["tokens a second of main"] == 200.0
+    told = found.gauges(6.0, drawn=None, rows=0, known={"cores of main": 3.0})
+    assert told["tokens a second of main"] == 200.0
+    assert "tokens a second of rollout" not in told, "it is unknown, and not zero"
+
+
+async def test_models_of_one_class_need_their_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Health()
+    needed = {"large": 100.0, "small": 10.0}
+    monkeypatch.setattr(health, "flops_of", lambda config: Flops(per_token=needed[config.model], per_pair=0.0))
+    monkeypatch.setattr(health, "core_peak", lambda: 1e4)
+    large, small = (ModelConfig(backend="fake", model=model) for model in needed)
+    await found.learn("Reference", large, MeshOf("one", 1, 0.0))
+    await found.learn("Reference", small, MeshOf("two", 1, 0.0))
+    for config in (large, small):
+        await found.learn("Reference", config, MeshOf("both", 1, 0.0))
+    for number, mesh in enumerate(("one", "two", "both")):
+        call = Call(number, "Reference", "logprobs", 0, 1, rows=1, tokens=400)
+        found.see([Span(number, mesh, 0, "Reference", "logprobs", 0, 1), call])
+    told = found.gauges(4.0, 0, 0, {f"cores of {mesh}": 1.0 for mesh in ("one", "two", "both")})
+    used = {name: value for name, value in told.items() if name.startswith(health.USE)}
+    assert used == pytest.approx({"FLOPs utilisation of one": 1.0, "FLOPs utilisation of two": 0.1})
 
 
 def test_the_speed_of_cores_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +75,12 @@ def test_the_speed_of_cores_is_measured_once(tmp_path: Path, monkeypatch: pytest
     assert core_peak() == 2e9
     monkeypatch.setattr(health, "_MEASURE", "raise SystemExit(1)")
     assert core_peak() == 2e9
+    file = tmp_path / ".cache" / "meshrl" / "matmul.json"
+    monkeypatch.setattr(health, "free_cores", lambda: 2)
+    monkeypatch.setattr(health, "_MEASURE", "print(8e9)")
+    assert core_peak() == 4e9
+    assert sorted(msgspec.json.decode(file.read_bytes(), type=dict[str, float]).values()) == [2e9, 4e9], "both are kept"
+    monkeypatch.setattr(health, "_MEASURE", "raise SystemExit(1)")
     (tmp_path / ".cache" / "meshrl" / "matmul.json").write_text("{", "utf-8")
     assert core_peak() is None, "it is unknown, and not zero"
 
