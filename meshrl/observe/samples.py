@@ -24,7 +24,7 @@ MOST_TOKENS: Final = 1 << 24
 def head_of(sample: Line, at: int) -> Line:
     """Return what lists show of a row. `at`: its number in the file. `tokens` says whether the file has them."""
     head = {name: shortened(value) if isinstance(value, str) else value for name, value in sample.items()}
-    return {"at": at, **head, TOKENS: TOKENS in sample}
+    return {**head, "at": at, TOKENS: TOKENS in sample}  # ours last: a batch may have a column of this name
 
 
 def shortened(text: str, most: int = _TEXT) -> str:

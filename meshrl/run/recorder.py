@@ -209,7 +209,8 @@ class Recorder:
 
     def _write_numbers(self, file: BinaryIO, step: int, values: Mapping[str, float]) -> Mapping[str, float]:
         numbers = {name: float(value) for name, value in values.items()}
-        _write_line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
+        own = {"step": step, "seconds": round(self._seconds, 4)}
+        _write_line(file, {**own, **numbers, **own})  # first, and not replaced by a number of this name
         self._trackers.send(lambda tracker: tracker.metrics(step, numbers))
         return numbers
 
@@ -217,7 +218,7 @@ class Recorder:
         """Write some rows of a batch, as `Samples` returns them. Trackers get the texts and rewards."""
         self._check()
         for row in rows:
-            _write_line(self._samples, {"step": step, **row})
+            _write_line(self._samples, {"step": step, **row} | {"step": step})
         shown = shown_in_trackers(rows)
         self._trackers.send(lambda tracker: tracker.samples(step, shown))
 

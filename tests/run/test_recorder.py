@@ -68,6 +68,7 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path
     batch = Batch.of(
         prompt=[f"p{index}" for index in range(count)],
         completion=["c"] * count,
+        step=np.full(count, 77),
         answer=["a"] * count,
         rewards=np.arange(count, dtype=np.float32),
         reward_error=[None] * (count - 1) + ["ValueError: no"],
@@ -79,10 +80,11 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path
     with capture_logs():
         async with Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:
             async for _ in run.steps(3):
-                await run.record(metrics, next(batches), lr=0.5)
+                await run.record(metrics, next(batches), lr=0.5, seconds=-1.0)
     step = lines(run.folder / "metrics.jsonl")[0]
     assert (step["staleness"], step["staleness_max"], step["effective_sample_size"]) == (1.75, 3.0, 0.5)
     assert (step["rows"], step["tokens"], step["reward"], step["lr"]) == (64.0, 96.0, 31.5, 0.5)
+    assert cast("float", step["seconds"]) >= 0, "the run's own keys are not replaced"
     found = lines(run.folder / "samples.jsonl")
     assert len(found) == 18
     said = {"completion": "c", "answer": "a", "reward_error": None, "reward": 0.0, "staleness": 0, "length": 2}
