@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,7 @@ _READ: Final = ("prompt", "tokens", "loss_mask", "sampler_logprobs", "versions",
 """Columns that a sampler reads."""
 _PLACE: Final = "asked_row"
 _STATE: Final = "server.json"
+_CALL: Final = "meshrl/call"
 
 
 class Remote:
@@ -98,6 +99,9 @@ class RemotePolicy(Policy):
     def __init__(self, server: Remote, model: str) -> None:
         self._client, self.model = server.client, model
         self._numbers = count(1)
+        self._missing: set[int] = set()
+        """Numbers of calls that the server has not taken. It makes none of the later ones before it has these."""
+        self._submitting: set[asyncio.Task[str]] = set()
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Make one optimizer step on the whole batch."""
@@ -121,8 +125,7 @@ class RemotePolicy(Policy):
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`."""
         batch = await _own_rows(batch).load()
-        asked = Call(self.model, next(self._numbers), "encode", Packed.of(batch))
-        made = await self._client.result("meshrl/call", msgspec.msgpack.encode(asked))
+        made = await self._made(Call(self.model, 0, "encode", Packed.of(batch)))
         return batch.assign(**_batch_of(made).columns)
 
     async def weights(self, adapter: str | None = None) -> Weights:
@@ -156,8 +159,11 @@ class RemotePolicy(Policy):
         await self._ask("load_weights", path=_path_in(Path(folder, _STATE)), optimizer=optimizer)
 
     async def _ask(self, verb: str, **keys: object) -> Made:
-        body = {"model_id": self.model, "seq_id": next(self._numbers), **keys}
-        return await self._client.result(verb, msgspec.json.encode(body), "application/json")
+        def submit(number: int) -> Coroutine[None, None, str]:
+            body = msgspec.json.encode({"model_id": self.model, "seq_id": number, **keys})
+            return self._client.submit(verb, body, "application/json")
+
+        return await self._numbered(submit)
 
     async def _call(
         self, verb: Verb, batch: Batch | None = None, loss: Loss | None = None, step: Step | None = None
@@ -168,8 +174,38 @@ class RemotePolicy(Policy):
             packed = Packed.of(batch.only(*(name for name in batch.names if not isinstance(batch[name], tuple))))
         named = None if loss is None else Named.of(loss)
         values = None if step is None else step.model_dump(exclude_none=True)
-        call = Call(self.model, next(self._numbers), verb, packed, named, values)
-        return await self._client.result("meshrl/call", msgspec.msgpack.encode(call))
+        return await self._made(Call(self.model, 0, verb, packed, named, values))
+
+    async def _made(self, call: Call) -> Made:
+        def submit(number: int) -> Coroutine[None, None, str]:
+            numbered = msgspec.structs.replace(call, seq_id=number)
+            return self._client.submit(_CALL, msgspec.msgpack.encode(numbered))
+
+        return await self._numbered(submit)
+
+    async def _numbered(self, submit: Callable[[int], Coroutine[None, None, str]]) -> Made:
+        """Make a call under the next number, which reaches the server even if the call is cancelled."""
+        for number in sorted(self._missing):
+            await self._fill(self._client, number)
+        task = asyncio.create_task(self._taken(submit, next(self._numbers)))
+        self._submitting.add(task)
+        task.add_done_callback(self._submitting.discard)
+        return await self._client.result_of(await asyncio.shield(task))
+
+    async def _taken(self, submit: Callable[[int], Coroutine[None, None, str]], number: int) -> str:
+        try:
+            return await submit(number)
+        except Exception:
+            self._missing.add(number)
+            with suppress(ModelError):  # then the next call does it
+                await self._fill(self._client.once(), number)
+            raise
+
+    async def _fill(self, client: Client, number: int) -> None:
+        """Give a number to a call without rows, which the server refuses, and then makes the later ones."""
+        with suppress(DataError):  # the call has come after all
+            await client.submit(_CALL, msgspec.msgpack.encode(Call(self.model, number, "logprobs")))
+        self._missing.discard(number)
 
 
 class RemoteSampler(Sampler):

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import meshrl as rl
-from meshrl.remote import Made, Packed
+from meshrl.errors import DataError
+from meshrl.remote import Call, Made, Packed
 from meshrl.remote.client import Client
-from meshrl.remote.handles import Remote
+from meshrl.remote.handles import Remote, RemotePolicy
 
 
 class Answer(NamedTuple):
@@ -70,3 +72,16 @@ async def test_rows_that_a_server_has_lost_are_drawn_again_and_a_cut_answer_is_a
     assert drawn.tokens.values.tolist() == [1, 2]
     assert [path for path, _ in asked] == ["generate", "retrieve_future"] * 2 + ["retrieve_future"]
     assert asked[0] == asked[2]
+
+
+async def test_a_call_that_a_server_does_not_take_holds_no_later_ones_back() -> None:
+    batch = rl.Batch.of(tokens=rl.Ragged.of([[1, 2]], np.int32))
+    told = made(logprobs=rl.Ragged.of([[0, 1]], np.float32))
+    large = Answer(413, b'{"error": "the body has more than 1 MiB"}')
+    with answering([large, named("filler"), named("second"), told]) as (server, asked):
+        policy = RemotePolicy(server, "model")
+        with pytest.raises(DataError, match="more than 1 MiB"):
+            await policy.logprobs(batch)
+        assert (await policy.logprobs(batch)).ragged("logprobs").values.tolist() == [0, 1]
+    calls = [msgspec.msgpack.decode(body, type=Call) for path, body in asked if path == "call"]
+    assert [(call.seq_id, call.batch is not None) for call in calls] == [(1, True), (1, False), (2, True)]
