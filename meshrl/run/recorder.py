@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
 """Columns whose mean is reported, and the metric's name."""
 _PART: Final = "summary.json.part"
+_MOST: Final = 1 << 30
+"""Bytes of samples.jsonl beyond which no more tokens are written there."""
 _RESERVED: Final = 16384
 """Bytes reserved on the disk for the summary, in case the disk is full at the end."""
 
@@ -145,6 +147,8 @@ class Recorder:
         self._tokens = 0.0
         self._rewards: list[float] = []
         self._extra: dict[str, object] = {}
+        self._is_full = False
+        """True if samples.jsonl takes no more tokens."""
         self._first_step = self._recall()
         self._progress: Progress | None = None
         self.newest: Mapping[str, float] = {}
@@ -215,10 +219,23 @@ class Recorder:
         return numbers
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write some rows of a batch, as `Samples` returns them. Trackers get the texts and rewards."""
+        """Write some rows of a batch, as `Samples` returns them. Trackers get the texts and rewards.
+
+        Rows are kept without their tokens if the file has no more room for them.
+        """
         self._check()
         for row in rows:
-            _write_line(self._samples, {"step": step, **row} | {"step": step})
+            line = {"step": step, **row} | {"step": step}
+            if "tokens" in line and self._samples.tell() > _MOST:
+                del line["tokens"]
+                if not self._is_full:
+                    log.warning(
+                        f"{self.folder / SAMPLES} has {self._samples.tell():,} bytes: from step {step} on, rows are "
+                        "kept without their tokens. To have them to the end, raise `run.samples_every` or lower "
+                        "`run.samples_tokens`"
+                    )
+                self._is_full = True
+            _write_line(self._samples, line)
         shown = shown_in_trackers(rows)
         self._trackers.send(lambda tracker: tracker.samples(step, shown))
 

@@ -18,6 +18,7 @@ from meshrl.errors import DataError, RankFailed
 from meshrl.run import MeshConfig
 from meshrl.run.health import Health
 from meshrl.run.samples import Samples
+from meshrl.run.trackers import Trackers
 from tests.data.test_remote_column import Kept
 from tests.run.test_checkpoints import lines
 
@@ -140,6 +141,63 @@ async def test_samples_fetch_from_ranks_what_they_keep() -> None:
         assert [row for row, line in enumerate(found) if "tokens" in line] == rows
         fetched = [name for number in Kept.reads for name in cast("dict[str, object]", Kept.store[number])]
         assert sorted(fetched) == sorted(["prompt"] * 3 + ["tokens", "top"] * len(rows)), "they lie together"
+
+
+async def test_a_file_of_samples_that_is_full_takes_no_more_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.run.recorder._MOST", 100)
+    batch = Batch.of(prompt=["a"], tokens=Ragged.of([[1] * 20], np.int32))
+    with capture_logs() as logs:
+        async with Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:
+            async for _ in run.steps(4):
+                await run.record(Metrics.of(), batch)
+    found = lines(run.folder / "samples.jsonl")
+    assert [(line["prompt"], line["length"], "tokens" in line) for line in found] == [
+        ("a", 20, step < 2) for step in range(4)
+    ]
+    (told,) = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert "from step 2 on, rows are kept without their tokens" in told
+
+
+HISTORIAN = """
+import json
+from meshrl import Tracker
+
+class Historian(Tracker):
+    wants_history = True
+
+    def begin(self, run):
+        self.file = run.folder / "told.json"
+        self.told = []
+
+    def samples(self, step, rows):
+        self.told.append([step, rows])
+
+    def end(self, summary, report):
+        self.file.write_text(json.dumps(self.told))
+"""
+
+
+def test_trackers_are_told_again_what_they_get_of_samples(tmp_path: Path) -> None:
+    (tmp_path / "historian.py").write_text(HISTORIAN, "utf-8")
+    rows = [
+        {"step": 0, "prompt": "a", "reward": 1.5, "staleness": 0, "tokens": {"tokens": [1, 2]}},
+        {"step": 0, "prompt": "b", "reward": None, "reward_error": "ValueError: no", "row": {"any": "thing"}},
+        {"step": 20, "prompt": "c", "completion": "d"},
+    ]
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    trackers = Trackers([f"{tmp_path}/historian.py:Historian"])
+    trackers.recall(tmp_path)
+    trackers.begin(tmp_path, {}, 21)
+    trackers.end(None, {})
+    assert msgspec.json.decode((tmp_path / "told.json").read_bytes()) == [
+        [0, [{"prompt": "a", "reward": 1.5}, {"prompt": "b", "reward_error": "ValueError: no", "reward": None}]],
+        [20, [{"prompt": "c", "completion": "d"}]],
+    ]
+    (tmp_path / "samples.jsonl").write_bytes(b'{"prompt": "a"}\n')
+    with pytest.raises(DataError, match=r"samples\.jsonl, line 1: is not as a run wrote it"):
+        trackers.recall(tmp_path)
 
 
 async def test_what_cannot_be_shown_or_measured_is_logged_and_the_run_goes_on(

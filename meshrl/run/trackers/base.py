@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -11,13 +11,15 @@ from itertools import chain, groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Final, cast
+from typing import Final
+
+import msgspec
 
 from meshrl import log
 from meshrl.errors import ConfigError, described
 from meshrl.events import Event
 from meshrl.observe import read_run, render
-from meshrl.run.folder import EVALUATIONS, METRICS, SAMPLES, read_lines
+from meshrl.run.folder import EVALUATIONS, METRICS, SAMPLES, decoded, read_lines
 from meshrl.user_code import load_name, where_raised
 
 _ID: Final = "run_id"
@@ -172,8 +174,8 @@ class Trackers:
         numbers = [
             line for name in (METRICS, EVALUATIONS) for line in read_lines(folder / name, dict[str, float | None])
         ]
-        rows = groupby(read_lines(folder / SAMPLES, dict[str, object]), key=lambda row: cast("int", row.pop("step")))
-        samples = [(step, shown_in_trackers(list(some))) for step, some in rows]
+        rows = groupby(_samples_in(folder / SAMPLES), key=lambda row: row.step)
+        samples = [(step, [row.shown() for row in some]) for step, some in rows]
         for queue in wanting:
             queue.put(partial(_recall, queue.tracker, numbers, samples))
 
@@ -208,6 +210,29 @@ class Trackers:
 def shown_in_trackers(rows: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
     """Return what trackers get of rows of samples.jsonl: texts and rewards."""
     return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows]
+
+
+class _Sample(msgspec.Struct):
+    """What trackers get of a line of samples.jsonl. The rest of it, most of all tokens, is not decoded."""
+
+    step: int
+    prompt: object = msgspec.UNSET
+    completion: object = msgspec.UNSET
+    answer: object = msgspec.UNSET
+    reward_error: object = msgspec.UNSET
+    reward: object = msgspec.UNSET
+
+    def shown(self) -> Mapping[str, object]:
+        found: dict[str, object] = {name: getattr(self, name) for name in _OF_SAMPLES}
+        return {name: value for name, value in found.items() if value is not msgspec.UNSET}
+
+
+def _samples_in(file: Path) -> Iterator[_Sample]:
+    """Yield the lines of samples.jsonl, of which only one is in memory. DataError for one that is invalid."""
+    if file.is_file():
+        with file.open("rb") as opened:
+            for number, line in enumerate(opened, 1):
+                yield decoded(f"{file}, line {number}", line, _Sample)
 
 
 def _recall(
