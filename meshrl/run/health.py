@@ -4,9 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -43,6 +45,8 @@ _GPUS: Final = {
     "RTX 4090": 165e12,
 }
 """Dense bfloat16 operations a second by a part of the GPU's name, as NVIDIA's data sheets have them."""
+_EVERY: Final = 5.0
+"""Seconds between two looks at the memory."""
 _KEPT: Final = Path(".cache", "meshrl", "matmul.json")
 """Where the measured speed of a machine's cores is kept, in the home folder."""
 _MEASURE: Final = """
@@ -184,8 +188,16 @@ def core_peak() -> float | None:
 
 
 def resident_bytes() -> int | None:
-    """Return the memory of this process and those below it, pages that they share counted in each. None if unknown."""
-    pages, found = 0, [os.getpid()]
+    """Return the memory of this process and those below it, pages that they share counted in each. None if unknown.
+
+    It is measured every few seconds, because that takes longer with each thread of these processes.
+    """
+    return _measured(os.getpid(), int(time.monotonic() / _EVERY))
+
+
+@lru_cache(maxsize=1)
+def _measured(own: int, _period: int) -> int | None:
+    pages, found = 0, [own]
     for process in found:
         with suppress(OSError, ValueError):  # it has ended
             pages += int(Path(f"/proc/{process}/statm").read_text("utf-8").split()[1])
