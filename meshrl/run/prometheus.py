@@ -36,16 +36,26 @@ def _escaped(text: str) -> str:
 
 
 class MetricsServer:
-    """Serves `/metrics` on 127.0.0.1 from a thread. It takes the port at once."""
+    """Serves `/metrics` on 127.0.0.1 from a thread. It takes the port at once.
+
+    Requests must name 127.0.0.1 or localhost, at any port, because the port may be forwarded.
+    """
 
     def __init__(self, port: int, text: Callable[[], str]) -> None:
         """`port`: 0 for any. `text` is called for each request. Raises ConfigError if the port is taken."""
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                found = self.path.partition("?")[0] == "/metrics"
-                body = text().encode() if found else b"the numbers are at /metrics\n"
-                self.send_response(200 if found else 404)
+                hosts = [host.rpartition(":")[0] or host for host in self.headers.get_all("Host", [])]
+                if hosts not in ([_HOST], ["localhost"]):  # a page of another site whose name resolves here
+                    return self._answer(421, f"these numbers are at http://{_HOST} alone\n")
+                if self.path.partition("?")[0] != "/metrics":
+                    return self._answer(404, "the numbers are at /metrics\n")
+                return self._answer(200, text())
+
+            def _answer(self, status: int, told: str) -> None:
+                body = told.encode()
+                self.send_response(status)
                 self.send_header("Content-Type", _KIND)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

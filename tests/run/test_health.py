@@ -1,5 +1,6 @@
 import urllib.request
 from pathlib import Path
+from urllib.error import HTTPError
 
 import msgspec
 import numpy as np
@@ -103,8 +104,9 @@ def test_numbers_in_the_form_of_prometheus() -> None:
     )
 
 
-def fetched(address: str) -> str:
-    with urllib.request.urlopen(address) as answer:  # noqa: S310 -- of this machine
+def fetched(address: str, host: str | None = None) -> str:
+    asked = urllib.request.Request(address, headers={"Host": host} if host else {})  # noqa: S310 -- of this machine
+    with urllib.request.urlopen(asked) as answer:  # noqa: S310 -- of this machine
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return str(answer.read().decode())
 
@@ -123,6 +125,9 @@ async def test_a_run_serves_its_newest_numbers_while_it_runs(tmp_path: Path) -> 
                 await run.record(Metrics.of(loss=(2.0, 4.0)), batch)
                 text = fetched(address)
                 port = int(address.rpartition(":")[2].partition("/")[0])
+                assert "meshrl_loss" in fetched(address, host="localhost:9999"), "the port may be forwarded"
+                with pytest.raises(HTTPError, match="421"):
+                    fetched(address, host=f"elsewhere.example:{port}")
                 with pytest.raises(ConfigError, match=f"run.metrics_port = {port}: .*: choose another port"):
                     async with Run(RunConfig(folder=str(tmp_path), name="other", metrics_port=port)):
                         pass
