@@ -168,10 +168,10 @@ class Run:
         """
         if isinstance(config, ModelConfig) and "seed" not in config.model_fields_set:
             config = config.model_copy(update={"seed": self.seed})
-        if self.config.server and getattr(role, "__name__", "") in ("Policy", "Sampler"):
-            return cast("R", await self._at_server(self.config.server, config))
         if isinstance(config, PolicyConfig | SamplerConfig) and self._samples.model is None:
             self._samples.model = config
+        if self.config.server and getattr(role, "__name__", "") in ("Policy", "Sampler"):
+            return cast("R", await self._at_server(self.config.server, config))
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
         self._mesh_config(config.mesh).check_takes(config)
