@@ -160,12 +160,13 @@ class _VllmEngine:
 
         number = self._adapters[of.name].lora_int_id if of.name in self._adapters else next(self._ids)
         folder, new = self._folder / str(number), self._folder / "new"
-        write_adapter(new, order, of)
+        shutil.rmtree(new, ignore_errors=True)
         try:
+            write_adapter(new, order, of)
             self._engine.add_lora(LoRARequest(of.name, number, str(new), load_inplace=True))
-        except Exception as error:  # noqa: BLE001 -- whatever vLLM has against it, the earlier version is in use
-            shutil.rmtree(new)
-            return Outcome(reason=f"vLLM refuses the adapter {of.name!r}: {error}")
+        except Exception as error:  # noqa: BLE001 -- whatever the disk or vLLM has against it, the earlier version is in use
+            shutil.rmtree(new, ignore_errors=True)
+            return Outcome(reason=f"vLLM refuses the adapter {of.name!r}: {type(error).__name__}: {error}")
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
         self._adapters[of.name] = LoRARequest(of.name, number, str(folder))
