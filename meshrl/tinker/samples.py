@@ -81,7 +81,7 @@ class Kept:
         for name, each in list(tasks.items()):
             if total <= self._nbytes and len(tasks) <= _RESULTS:
                 return
-            if each.done() and each is not task:
+            if each in self._sizes and each is not task:  # of one that has just ended, the size comes next
                 total -= self._sizes.pop(each)
                 del tasks[name]
 
