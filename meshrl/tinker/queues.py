@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -20,7 +21,7 @@ from meshrl.errors import DataError, described
 from meshrl.tinker.journal import Answered, Asked, Journal, Place, record_at
 from meshrl.tinker.requests import Pass, Request
 from meshrl.tinker.results import Failure, Result
-from meshrl.tinker.rows import tokens_of
+from meshrl.tinker.rows import Size, size_of
 
 _UNTOLD_BYTES: Final = 1 << 24
 """Size of the results of a model that are kept for longer because nobody has asked for them."""
@@ -47,10 +48,15 @@ class Pending:
     received: float = field(default_factory=time.time)
     """Unix seconds."""
 
+    @cached_property
+    def size(self) -> Size:
+        """Its rows and tokens."""
+        return size_of(self.request)
+
     @property
     def cost(self) -> int:
-        """The tokens that it reads, at least 1."""
-        return max(1, tokens_of(self.request.data)) if isinstance(self.request, Pass) else 1
+        """The tokens that it reads, or the rows if they are texts, at least 1."""
+        return max(1, *self.size)
 
 
 class ModelQueue:

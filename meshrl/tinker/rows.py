@@ -4,7 +4,7 @@ A client's row has a target for each token that the model reads. A batch's token
 a row of the batch begins with the row's tokens and ends with its last target, and `targets` has the others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from meshrl.algo import CispoSum, ClippedSum, DroLoss, GspoSum, ImportanceLoss, SumLoss, WeightedCrossEntropy
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, did_you_mean
-from meshrl.tinker.requests import Datum, Pass
+from meshrl.remote import Call
+from meshrl.tinker.requests import Datum, Pass, Request
 from meshrl.tinker.results import Passed
 
 
@@ -185,6 +186,21 @@ def losses_of(loss: SumLoss, batch: Batch, logprobs: Ragged) -> NDArray[np.float
     return found
 
 
-def tokens_of(data: Sequence[Datum]) -> int:
-    """Return the number of tokens of some rows."""
-    return sum(len(datum.tokens) // 4 for datum in data)
+class Size(NamedTuple):
+    """How much a request reads."""
+
+    rows: int = 0
+    tokens: int = 0
+
+
+def size_of(request: Request) -> Size:
+    """Return the rows and tokens of a request. None are counted that cannot be read."""
+    if isinstance(request, Pass):
+        return Size(len(request.data), sum(len(datum.tokens) // 4 for datum in request.data))
+    if not isinstance(request, Call) or request.batch is None:
+        return Size()
+    try:
+        batch = request.batch.batch()
+        return Size(len(batch), len(batch.tokens.values) if "tokens" in batch else 0)
+    except Exception:  # noqa: BLE001 -- why it cannot be read is the request's result
+        return Size()

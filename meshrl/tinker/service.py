@@ -40,7 +40,7 @@ from meshrl.tinker.requests import (
     SaveForSampler,
 )
 from meshrl.tinker.results import Failure, Plain, Result
-from meshrl.tinker.rows import batch_of, loss_of, losses_of, passed, tokens_of
+from meshrl.tinker.rows import batch_of, loss_of, losses_of, passed
 from meshrl.tinker.weights_file import version_in
 
 _STATE: Final = "state-{:010}"
@@ -172,7 +172,8 @@ class Service:
         Raises Unknown, Conflict and Busy.
         """
         queue = self.queue(tenant, model)
-        if isinstance(request, Pass) and number >= queue.next and not queue.has(number):
+        has_rows = isinstance(request, Pass) or (isinstance(request, Call) and request.batch is not None)
+        if has_rows and number >= queue.next and not queue.has(number):
             self._check_storage(tenant)
         before = queue.journal.nbytes
         if queue.add(number, request):
@@ -240,13 +241,13 @@ class Service:
         if event_log is None:
             return results
         for (queue, pending), result in zip(group, results, strict=True):
-            data = pending.request.data if isinstance(pending.request, Pass) else None
             received = max(0.0, began - (time.time() - pending.received))
             event = RequestEvent(
                 queue.model, pending.number, _verb(pending.request), queue.tenant, received, began, event_log.now()
             )
-            if data is not None:
-                event = msgspec.structs.replace(event, rows=len(data), tokens=tokens_of(data))
+            rows, tokens = pending.size
+            if rows:
+                event = msgspec.structs.replace(event, rows=rows, tokens=tokens)
             if isinstance(result, Failure):
                 event = msgspec.structs.replace(event, error=result.error)
             event_log.emit(event)

@@ -6,13 +6,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from meshrl.remote import Call
+from meshrl.data import Batch, Ragged
+from meshrl.remote import Call, Packed
 from meshrl.tinker import ServedConfig, queues
 from meshrl.tinker.journal import Answered, Journal, Place, Record
 from meshrl.tinker.library import Session
-from meshrl.tinker.queues import Busy, Room
+from meshrl.tinker.queues import Busy, Pending, Room
 from meshrl.tinker.requests import Adam, Create, OptimStep
 from meshrl.tinker.results import Failure, Plain
 from meshrl.tinker.service import Service
@@ -107,6 +109,21 @@ async def test_a_request_that_cannot_be_made_ends_nothing(tmp_path: Path) -> Non
         assert isinstance(failure, Failure)
         assert "bogus" in failure.error
         assert failure.category == "user"
+
+
+async def test_calls_with_rows_count_as_passes_do(tmp_path: Path) -> None:
+    rows = Packed.of(Batch.of(tokens=Ragged.of([[1, 2, 3], [4, 5]], np.int32)))
+    tenant = {"key_sha256": "0" * 64, "storage_gib": 1e-9}
+    config = ServedConfig.model_validate(table("tiny", tmp_path, tenants={"small": tenant}))
+    idle: Any = Idle()
+    made = Service(config, idle, tmp_path, Room(100, 1 << 30, lambda _: 100))
+    made.library.shelf("small").put_session(Session("session", 0.0))
+    model = made.create("small", Create("session", 0, "tiny"))
+    with pytest.raises(Busy, match="delete some checkpoints"):
+        made.submit("small", model, 1, Call(model, 1, "logprobs", rows))
+    made.submit("small", model, 1, Call(model, 1, "step"))
+    made.close()
+    assert Pending(1, Call(model, 1, "logprobs", rows), 0).cost == 5
 
 
 async def test_models_that_clients_are_done_with_keep_no_file_open(tmp_path: Path) -> None:
