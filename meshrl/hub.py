@@ -203,4 +203,4 @@ def _undecoded(feature: object) -> object | None:
         own = _undecoded(feature[0])
         return None if own is None else [own]
     own = _undecoded(feature.feature) if isinstance(feature, datasets.Sequence | datasets.LargeList) else None
-    return None if own is None else replace(cast("Any", feature), feature=own)
+    return None if own is None else cast("object", replace(cast("Any", feature), feature=own))
