@@ -177,12 +177,13 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
 
     The new tokens are those of a text that continues the row. They are not learned, have log-probs of 0, and the
     version -1. A row has no room if the model could not read it and one more token, or only with other positions: it is
-    returned unchanged. DataError for a text that the tokenizer cannot encode, or that names an image.
+    returned unchanged. DataError for a text that the tokenizer cannot encode, or that has an image.
     """
     texts = [str(text) if text else "" for text in rows.objects("observation")]
     for row, text in enumerate(texts):
         if names_in(text):
             raise DataError(f"{rows.place(row)}: an environment answers with an image, and it can only with a text")
+        words.put(text, (), None, rows.place(row))  # refuses the token that stands for an image
     encoded = encode_after(words.tokenizer, [row.tolist() for row in rows.tokens], texts)
     lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
     full = (added > 0) & (lengths + added + 1 > words.room(lengths))
