@@ -17,7 +17,7 @@ import itertools
 import json
 from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import ne
 from typing import Final, TypeVar
@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from meshrl import log
 from meshrl.agents.chat import Chat, Message, SeeingChat, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
-from meshrl.data import IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in
+from meshrl.data import IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in, unmarked
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
@@ -90,6 +90,8 @@ class Turn:
     """The messages after those of the previous turn, including the answer. Empty for a text."""
     length: int = 0
     """Length of the text in characters, 0 for messages."""
+    images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The files of the images that `heard` names and no turn before has, by name."""
     unseen: str = ""
     """The text that ended the answer and was withheld from the client."""
     is_cut: bool = False
@@ -105,6 +107,10 @@ class Turn:
     def history(self) -> Sequence[Meaning]:
         """All messages, including the answer."""
         return [each for turn in self.path() for each in turn.heard]
+
+    def pool(self) -> dict[str, bytes]:
+        """The files of all images that it has heard of, by name."""
+        return {name: file for turn in self.path() for name, file in turn.images.items()}
 
     def tokens(self) -> Ints:
         """All ids of the prompt and the answer, int32[tokens]."""
@@ -128,6 +134,8 @@ class Prompt:
     messages: Sequence[Message] = field(default=(), repr=False)
     """All messages, with the model's answers as it gave them."""
     tools: Sequence[Tool] = field(default=(), repr=False)
+    images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    """The files of the images that the messages name, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +156,6 @@ class Conversation:
     def __init__(self, chat: Chat, changes: Iterator[int] | None = None) -> None:
         """`changes`: numbers of changed histories from 1 on, which conversations may share."""
         self._chat = chat
-        self._images: dict[str, bytes] = {}
-        """The images that messages name."""
         self._changes = changes or itertools.count(1)
         self._answers = 0
         self._firsts: dict[Turn, Turn] = {}
@@ -182,7 +188,7 @@ class Conversation:
         `images`: the files of those that messages name, as `data.Images` has them. `is_trial`: the prompt is looked at
         and not answered, so the log says nothing of a changed history.
         """
-        self._images |= images or {}
+        files = images or {}
         if not messages:
             raise DataError("there are no messages: a conversation needs one to begin with")
         key, heard, turns, is_changed = self._followed(messages, tools)
@@ -192,15 +198,16 @@ class Conversation:
                 self._log_change(heard, turns, tools, answers)
         shown = [each.message for each in heard]
         for end, turn in reversed(turns.items()):
-            behind = self._behind(shown, end, tools, turn)
+            behind = self._behind(shown, end, tools, turn, files)
             if behind is not None:
-                return replace(self._continued(turn, behind, key), heard=heard[end:], messages=shown, tools=tools)
+                prompt = self._continued(turn, behind, key)
+                return replace(prompt, heard=heard[end:], messages=shown, tools=tools, images=files)
         try:
-            text = self._rendered(shown, tools)
+            text = self._rendered(shown, tools, files)
         except DataError:  # such as a template that takes no two messages of the assistant in a row
-            text = self._rendered(messages, tools)
+            text = self._rendered(messages, tools, files)
         tokens = self._encoded(text)
-        return Prompt(tokens, None, tokens, key, heard, shown, tools)
+        return Prompt(tokens, None, tokens, key, heard, shown, tools, files)
 
     def ask_text(self, text: str) -> Prompt:
         """Return the prompt of a completion without messages. It continues the longest turn with which the text begins.
@@ -214,10 +221,12 @@ class Conversation:
             if turns and (length < len(text) or turns[-1].is_cut):
                 begins = length, turns[-1]
         if begins is None:
-            tokens = np.array(self._chat.begin(text), np.int32)
+            tokens = np.array(self._chat.begin(unmarked(text)), np.int32)
             return Prompt(tokens, None, tokens, text)
         length, turn = begins
         behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may add the stop text itself
+        if behind and self._sees:
+            self._chat.begin(unmarked(behind))  # refuses what a model reads as an image
         return self._continued(turn, self._encoded(behind, turn), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
@@ -247,7 +256,9 @@ class Conversation:
         if drawn.tokens[-1] not in self._chat.ends:
             text = self._chat.decode(drawn.tokens.tolist(), prompt.tokens.tolist())
             unseen = text[len(content) :] if text.startswith(content) else ""
-        turn = Turn(prompt.before, prompt.added, drawn, len(self), key, heard, length, unseen, is_cut)
+        had = prompt.before.pool() if prompt.before else {}
+        new = {name: prompt.images[name] for name in _named(each.message for each in heard) if name not in had}
+        turn = Turn(prompt.before, prompt.added, drawn, len(self), key, heard, length, new, unseen, is_cut)
         first = self.first_of(prompt) or turn
         self._firsts[turn] = first
         self._by_key[key].append(turn)
@@ -315,9 +326,9 @@ class Conversation:
         more: dict[str, Ragged | Images] = {}
         if recorded:
             more["experts"] = Ragged.of(recorded, np.int16, source=Source("sampler"))
-        if isinstance(self._chat, SeeingChat) and self._chat.sees:
-            heard = [[each.message.content for turn in path for each in turn.heard] for path in paths]
-            more[IMAGES] = Images([[name for text in own for name in names_in(text)] for own in heard], self._images)
+        if self._sees:
+            names = [_named(each.message for each in path[-1].history()) for path in paths]
+            more[IMAGES] = Images(names, {name: file for path in paths for name, file in path[-1].pool().items()})
         return Batch.of(
             **more,
             prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],
@@ -329,6 +340,10 @@ class Conversation:
             temperature=np.array([path[-1].drawn.temperature for path in paths], np.float32),
             truncated=np.array([any(turn.drawn.truncated for turn in path) for path in paths], np.bool_),
         )
+
+    @property
+    def _sees(self) -> bool:
+        return isinstance(self._chat, SeeingChat) and self._chat.sees
 
     def _followed(
         self, messages: Sequence[Message], tools: Sequence[Tool]
@@ -403,7 +418,9 @@ class Conversation:
                 after=_around(after, before),
             )
 
-    def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool], turn: Turn) -> Ints | None:
+    def _behind(
+        self, messages: Sequence[Message], end: int, tools: Sequence[Tool], turn: Turn, images: Mapping[str, bytes]
+    ) -> Ints | None:
         """Ids that the template puts after a turn, which ends `messages[:end]`. None if they cannot be determined.
 
         A mark replaces the answer, because the template may format the answer itself.
@@ -413,33 +430,34 @@ class Conversation:
             mark += "-"
         shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
         try:
-            text = self._rendered(shown, tools)
+            text = self._rendered(shown, tools, images)
         except DataError:  # such as a template that requires a call before a tool's answer
             return None
         # If the template repeats or changes the mark, the text after it is unknown.
         return self._encoded(text.partition(mark)[2], turn) if text.count(mark) == 1 else None
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages, without special tokens in answers if the template refuses those."""
         try:
-            return self._shown(messages, tools)
+            return self._shown(messages, tools, images)
         except DataError:
             plain = [msgspec.structs.replace(each, content=without_special(each.content)) for each in messages]
             if plain == list(messages):
                 raise
-            return self._shown(plain, tools)
+            return self._shown(plain, tools, images)
 
-    def _shown(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        if not self._images:
-            return self._chat.render(messages, tools)
+    def _shown(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
+        said = [unmarked(each.content) if each.role == "assistant" else each.content for each in messages]
+        plain = [msgspec.structs.replace(each, content=text) for each, text in zip(messages, said, strict=True)]
+        if not images:
+            return self._chat.render(plain, tools)
         if not isinstance(self._chat, SeeingChat):
             raise DataError("the messages have images, and this model's chat takes texts alone")
-        return self._chat.render_seeing(messages, tools, self._images)
+        return self._chat.render_seeing(plain, tools, images)
 
     def images_of(self, prompt: Prompt) -> Images:
         """Return the images of a prompt, a column of one row."""
-        names = [name for message in prompt.messages for name in names_in(message.content)]
-        return Images([names], self._images)
+        return Images([_named(prompt.messages)], prompt.images)
 
     def _continued(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
         last = turn.drawn.tokens[-1]
@@ -449,6 +467,11 @@ class Conversation:
 
     def _encoded(self, text: str, turn: Turn | None = None) -> Ints:
         return np.array(self._chat.encode(text, turn.drawn.tokens.tolist() if turn else ()), np.int32)
+
+
+def _named(messages: Iterable[Message]) -> list[str]:
+    """Return the names of the images in messages, in order. A model's own words name none."""
+    return [name for each in messages if each.role != "assistant" for name in names_in(each.content)]
 
 
 def _follows(turn: Turn, heard: Sequence[Meaning], turns: Mapping[int, Turn]) -> bool:

@@ -27,6 +27,7 @@ from meshrl.agents.protocol import (
     offered,
     tagged_thought,
 )
+from meshrl.data import unmarked
 from meshrl.errors import DataError
 
 _TYPES: Final[Mapping[int, str]] = {
@@ -178,7 +179,7 @@ class _Message(msgspec.Struct):
     def read(self) -> Iterator[Message]:
         """The messages that a template reads for this one."""
         if isinstance(self.content, str):
-            yield Message(self.role, self.content)
+            yield Message(self.role, self.content if self.role == "assistant" else unmarked(self.content))
         elif self.role == "assistant":
             yield _said(self.content)
         else:
@@ -204,13 +205,14 @@ def _heard(role: str, blocks: Sequence[_Block]) -> Iterator[Message]:
     for block in blocks:
         if block.type == "tool_result":
             if texts:
-                yield Message(role, _text_of(texts, f"a {role}'s message"))
+                yield Message(role, unmarked(_text_of(texts, f"a {role}'s message")))
             texts = []
-            yield Message("tool", _text_of(block.content, "a tool's result"), tool_call_id=block.tool_use_id)
+            text = unmarked(_text_of(block.content, "a tool's result"))
+            yield Message("tool", text, tool_call_id=block.tool_use_id)
         else:
             texts.append(block)
     if texts or not blocks:
-        yield Message(role, _text_of(texts, f"a {role}'s message"))
+        yield Message(role, unmarked(_text_of(texts, f"a {role}'s message")))
 
 
 class _Tool(msgspec.Struct):
@@ -261,7 +263,7 @@ class CountRequest(ModelRequest, kw_only=True):
             )
         given = self.output_config.format if self.output_config else None
         form = schema_form(given.get("schema"), "output_config.format") if given else None
-        system = _text_of(self.system, "system")
+        system = unmarked(_text_of(self.system, "system"))
         messages = [Message("system", system)] if system else []
         messages += [read for message in self.messages for read in message.read()]
         choice = self.tool_choice or _Choice("auto")

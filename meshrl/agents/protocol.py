@@ -21,7 +21,7 @@ from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall
 from meshrl.agents.conversation import Drawn
 from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
-from meshrl.data import Branch, Constraint, mark_of, name_of, opened
+from meshrl.data import Branch, Constraint, mark_of, name_of, opened, unmarked
 from meshrl.errors import DataError, shortened
 from meshrl.tasks import decoded_url
 
@@ -31,6 +31,9 @@ _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 _IMAGES: Final = ("image_url", "input_image")
 _MOST_IMAGES: Final = 64
 """Most different images of a request."""
+_MOST_KNOWN: Final = 1 << 16
+_known: Final = dict[str, None]()
+"""Names of the newest images that could be read. A client sends each again with every turn."""
 _THOUGHTS: Final = ("thinking", "reasoning", "text", "content", "summary")
 """Fields in which clients put the text of a thought."""
 _THOUGHT: Final = re.compile("(</?think>)")
@@ -310,20 +313,25 @@ def failed_response(status: int, body: Json) -> Response:
 _Content: TypeAlias = str | list[Json] | None
 
 
-def _text_of(content: _Content) -> str:
-    """Return the text, with thoughts in tags. Raises DataError for other content."""
-    return "".join(map(_part_of, content)) if isinstance(content, list) else content or ""
+def _text_of(content: _Content, *, is_said: bool = False) -> str:
+    """Return the text, with thoughts in tags; what the model said, as it is. Raises DataError for other content."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return "".join(_part_of(part, is_said) for part in parts)
 
 
-def _part_of(part: Json) -> str:
+def _part_of(part: Json, is_said: bool) -> str:
     kind = str(part.get("type"))
+    if kind in _IMAGES and is_said:
+        raise DataError("an assistant's message has an image, and models write none: move it to a user's")
     if kind in _IMAGES:
         return mark_of(name_of(_file_of(part)))
     if "thinking" in kind or "reasoning" in kind:
-        return tagged_thought(part)
-    if kind not in _TEXTS:
+        text = tagged_thought(part)
+    elif kind in _TEXTS:
+        text = str(part.get("text") or part.get("refusal") or "")
+    else:
         raise DataError(f"a message has a part of type {kind!r}, and only texts and images are read")
-    return str(part.get("text") or part.get("refusal") or "")
+    return text if is_said else unmarked(text)
 
 
 def _file_of(part: Json) -> bytes:
@@ -344,8 +352,12 @@ def _images_of(contents: Iterable[_Content]) -> Mapping[str, bytes]:
     found = {name_of(file): file for part in parts if part.get("type") in _IMAGES for file in [_file_of(part)]}
     if len(found) > _MOST_IMAGES:
         raise DataError(f"the messages have {len(found)} different images, and at most {_MOST_IMAGES} are read")
-    for file in found.values():
-        opened(file, "an image of a message")
+    for name, file in found.items():
+        if name not in _known:
+            opened(file, "an image of a message")
+            _known[name] = None
+        while len(_known) > _MOST_KNOWN:
+            del _known[next(iter(_known))]
     return found
 
 
@@ -392,7 +404,7 @@ class _Message(msgspec.Struct):
     reasoning_details: Any = None
 
     def read(self) -> Message:
-        text = _text_of(self.content)
+        text = _text_of(self.content, is_said=self.role == "assistant")
         if self.role == "assistant" and not split_thoughts(text)[1]:
             fields = self.reasoning_content, self.reasoning, self.thinking, self.thinking_blocks, self.reasoning_details
             text = next(filter(None, map(tagged_thought, fields)), "") + text
@@ -501,7 +513,7 @@ class _Item(msgspec.Struct):
         if self.type == "function_call":
             return Message("assistant", tool_calls=(_Function(self.name, self.arguments).called(self.call_id),))
         if self.type == "reasoning":
-            return Message("assistant", _text_of(self.content) or tagged_thought(self.summary))
+            return Message("assistant", _text_of(self.content, is_said=True) or tagged_thought(self.summary))
         if self.type == "function_call_output":
             return Message("tool", _text_of(self.output), tool_call_id=self.call_id)
         if self.type != "message" or self.role not in ("system", "developer", "user", "assistant"):
@@ -509,7 +521,7 @@ class _Item(msgspec.Struct):
                 f"the input has an item of type {self.type!r} and role {self.role!r}: messages of system, developer, "
                 "user and assistant are read, reasoning, function_call and function_call_output"
             )
-        return Message(self.role, _text_of(self.content))
+        return Message(self.role, _text_of(self.content, is_said=self.role == "assistant"))
 
 
 class _Tool(msgspec.Struct, omit_defaults=True):

@@ -41,6 +41,7 @@ from meshrl.data.images import (
     pieces_of,
     shown,
     thumbnail,
+    unmarked,
 )
 from meshrl.data.loss_result import LossResult
 from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
@@ -111,6 +112,7 @@ __all__ = [
     "shown",
     "thumbnail",
     "unlearned",
+    "unmarked",
     "why_unknown",
     "with_rewards",
 ]

@@ -114,6 +114,11 @@ def names_in(text: str) -> list[str]:
     return _MARK.findall(text)
 
 
+def unmarked(text: str) -> str:
+    """Return a text in which nothing stands for an image: what looks like it gets a space."""
+    return _MARK.sub(r"<image: \1>", text)
+
+
 def pieces_of(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the pieces of a text that are not empty: texts, and names of images, which come with True."""
     for at, piece in enumerate(_MARK.split(text)):

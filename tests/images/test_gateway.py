@@ -1,6 +1,7 @@
 """Images in requests to the gateway, by the real client: what the model sees, what is learned, and what is refused."""
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,9 +10,10 @@ import openai
 import pytest
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
-from meshrl.agents import Gateway, read_chat
+from meshrl.agents import Conversation, Drawn, Gateway, Message, read_chat
 from meshrl.agents.recording import Recording, recorded
-from meshrl.data import IMAGES, Images, name_of
+from meshrl.data import IMAGES, Images, mark_of, name_of
+from meshrl.errors import DataError
 from meshrl.mesh import Rank, rank_context
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.sample.sampler import TorchSampler
@@ -19,6 +21,8 @@ from meshrl_torch.train.one_rank import TorchPolicy
 from tests.agents.talks import opened
 from tests.backends.material import floats
 from tests.images.families import folder_of, picture
+
+IMAGE = "<|image_pad|>"
 
 
 def url(data: bytes) -> str:
@@ -57,6 +61,8 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
         many = [seen(picture(seed, 4, 4)) for seed in range(65)]
         with pytest.raises(openai.BadRequestError, match="65 different images, and at most 64"):
             await talk.ask([asked(*many)])
+        with pytest.raises(openai.BadRequestError, match="assistant's message has an image"):
+            await talk.ask([{**asked(seen(one)), "role": "assistant"}, asked("and?")])
         lines, conversation = tmp_path / "rows.jsonl", talk.session.conversation
         with Recording(lines, chat) as recording:
             recording.add([("s", *conversation.take(first)) for first in conversation.sizes()])
@@ -71,3 +77,24 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
     found, wanted = floats(scored.ragged("logprobs").values), floats(rows.sampler_logprobs.values)
     np.testing.assert_allclose(found[learns], wanted[learns], atol=1e-5)
     await policy.update(Batch(rows.columns).assign(advantages=np.ones(len(rows), np.float32)), ClippedLoss())
+
+
+def test_a_text_that_looks_like_an_image_is_a_text_and_files_leave_with_their_rows(tmp_path: Path) -> None:
+    config = SamplerConfig(model=folder_of("qwen2_5_vl", tmp_path / "model"), chat=True)
+    chat, one, other = read_chat(config), picture(1), picture(2, 40, 24)
+    conversation = Conversation(chat)
+    conversation.ask([Message("user", mark_of(name_of(other)))], images={name_of(other): other})  # is never answered
+    said = Message("assistant", mark_of("0" * 32))
+    drawn = Drawn(np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), 1.0)
+    messages, files = [Message("user", mark_of(name_of(one)))], {name_of(one): one}
+    conversation.answer(conversation.ask(messages, images=files), drawn, said)
+    prompt = conversation.ask([*messages, said, Message("user", "and?")], images=files)
+    assert prompt.before is not None
+    conversation.answer(prompt, drawn, said)
+    (first,) = conversation.sizes()
+    images = cast("Images", conversation.take(first)[0][IMAGES])
+    assert (list(images), images.pool) == ([(name_of(one),)], files)
+    conversation.answer(conversation.ask_text("a"), replace(drawn, truncated=True), "b")
+    with pytest.raises(DataError, match="stands for one"):
+        conversation.ask_text("ab" + IMAGE)
+    assert len(conversation.ask_text(mark_of("0" * 32)).tokens)
