@@ -5,6 +5,7 @@ from typing import Final, TypeVar, cast
 
 import msgspec
 
+from meshrl.data import IMAGES
 from meshrl.observe.run_files import TOKENS, Line
 from meshrl.tags import without_special
 
@@ -17,6 +18,8 @@ _LEAST: Final = 250
 """A text is not cut further than to this many characters."""
 _TEXTS: Final = 1 << 21
 """Characters of all texts of a page at most. Beyond it, long ones are cut."""
+_IMAGES: Final = 1 << 22
+"""Characters of all small images of a page at most. Beyond it, rows of some steps are without theirs."""
 MOST_TOKENS: Final = 1 << 24
 """Bytes of tokens in one file at most."""
 
@@ -38,6 +41,7 @@ def shown_rows(heads: Sequence[Line], notes: list[str]) -> list[Line]:
     rows = spread(heads, lambda head: (str(head.get("step")), 1), ROWS)
     if len(rows) < len(heads):
         notes.append(f"{len(rows):,} of {len(heads):,} samples are shown.")
+    rows = _with_images(rows, notes)
     sizes = [len(value) for head in rows for value in head.values() if isinstance(value, str)]
     most = _TEXT
     while most > _LEAST and sum(min(size, most) for size in sizes) > _TEXTS:
@@ -46,6 +50,24 @@ def shown_rows(heads: Sequence[Line], notes: list[str]) -> list[Line]:
         return rows
     notes.append(f"Texts of samples are cut after {most:,} characters, because there are many.")
     return [{name: _cut(value, most) for name, value in head.items()} for head in rows]
+
+
+def _with_images(rows: list[Line], notes: list[str]) -> list[Line]:
+    """Return the rows, those of evenly spread steps with their images, as many as a page may have."""
+    sizes = [
+        (str(head.get("step")), at, len(msgspec.json.encode(head[IMAGES])))
+        for at, head in enumerate(rows)
+        if head.get(IMAGES)
+    ]
+    kept = {at for _, at, _ in spread(sizes, lambda row: (row[0], row[2]), _IMAGES)}
+    if len(kept) == len(sizes):
+        return rows
+    notes.append(f"{len(kept):,} of {len(sizes):,} rows with images are shown with them.")
+    left_out = {at for _, at, _ in sizes} - kept
+    return [
+        {name: value for name, value in head.items() if name != IMAGES} if at in left_out else head
+        for at, head in enumerate(rows)
+    ]
 
 
 def _cut(value: object, most: int) -> object:

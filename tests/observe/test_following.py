@@ -95,6 +95,16 @@ def test_the_tokens_of_a_row_are_read_where_its_line_is(tmp_path: Path) -> None:
     assert [(head["at"], head["tokens"]) for head in shown(followed)["samples"]] == [(0, False)]
 
 
+def test_a_page_has_images_of_some_rows_if_there_are_many(tmp_path: Path) -> None:
+    folder, image = write(tmp_path / "mine"), "x" * (1 << 19)
+    append(folder / "samples.jsonl", *({"step": step, "at": 0, "images": [image]} for step in range(1, 12)))
+    found = shown(LiveRun(folder))
+    assert [head["at"] for head in found["samples"]] == list(range(12)), "a column of this name does not count"
+    assert [head["step"] for head in found["samples"] if "images" in head] == [1, 3, 5, 7, 9, 11]
+    assert "6 of 11 rows with images are shown with them." in found["notes"]
+    assert found["samples"] == msgspec.to_builtins(make_content(read_run(folder)).samples)
+
+
 def test_how_far_a_run_is(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     followed = LiveRun(folder)
