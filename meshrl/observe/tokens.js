@@ -289,9 +289,11 @@ class Tokens {
     const left = this.lines[from].find(([at]) => at === this.chosen)?.[2] ?? 0;
     let to = Math.max(0, Math.min(this.lines.length - 1, from + lines));
     const way = Math.sign(lines);
-    while (typeof this.lines[to] === "string") to += way;
+    const isHead = () => typeof this.lines[to] === "string";
+    while (isHead()) to += way;
+    // Above the first line, which is the head of a turn and has no token, the search turns round.
+    if (!this.lines[to]) do to -= way; while (isHead());
     const parts = this.lines[to];
-    if (!parts) return this.chosen;
     return parts.reduce((best, each) => (Math.abs(each[2] - left) < Math.abs(best[2] - left) ? each : best))[0];
   }
 }

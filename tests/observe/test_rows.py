@@ -200,7 +200,14 @@ async def test_ten_thousand_rows_and_a_long_one_have_few_elements_and_are_asked_
         await page.locator(".tokens").focus()
         most = 0
         elements = "document.querySelectorAll('.rows *, .tokens *').length"
-        for key, at in (("ArrowRight", 1), ("End", long), ("PageUp", None), ("Home", 1)):
+        for key, at in (
+            ("ArrowRight", 1),
+            ("End", long),
+            ("PageUp", None),
+            ("Home", 1),
+            ("ArrowDown", None),
+            ("PageUp", 1),
+        ):
             await page.keyboard.press(key)
             if at:
                 await expect(title).to_have_text(f'"{texts[at - 1]}", token {at} of 32,000')
