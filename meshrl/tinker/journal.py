@@ -7,6 +7,7 @@ named after the number of its last request.
 
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -69,9 +70,12 @@ class Journal:
     def _open(self, start: int) -> "_Appended":
         return _Appended(self._folder / _NAME.format(start))
 
-    def records(self) -> Iterator[tuple[Record, Place]]:
-        """Return all records in the order of their writing. Damaged if one in the middle is not as it was written."""
-        return records_in(self._folder)
+    def records(self, state: int = -1) -> Iterator[tuple[Record, Place]]:
+        """Return all records in the order of their writing, without files that end before the request `state`.
+
+        Damaged if one in the middle is not as it was written.
+        """
+        return records_in(self._folder, state)
 
     def add(self, record: Record) -> Place:
         """Write a record.
@@ -111,9 +115,10 @@ class Journal:
         self._file.close()
 
 
-def records_in(folder: Path) -> Iterator[tuple[Record, Place]]:
-    """Yield all records of a model's folder in the order of their writing, as `Journal.records`."""
-    for start in _starts(folder):
+def records_in(folder: Path, state: int = -1) -> Iterator[tuple[Record, Place]]:
+    """Yield the records of a model's folder in the order of their writing, as `Journal.records`."""
+    starts = _starts(folder)
+    for start in starts[max(0, bisect_right(starts, state) - 1) :]:
         path = folder / _NAME.format(start)
         for place, raw in _read(path):
             try:

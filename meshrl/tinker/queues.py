@@ -112,14 +112,20 @@ class ModelQueue:
 
         What a request that failed did to the model was undone, and its client may have sent it again.
         """
+        asked, succeeded = self._recorded(self.state)
+        if not asked.keys() >= succeeded:  # a kill cut off the beginning of the newest file
+            asked, succeeded = self._recorded(-1)
+        return [asked[number] for number in range(self.state + 1, self.next) if number in succeeded]
+
+    def _recorded(self, state: int) -> tuple[dict[int, Pending], set[int]]:
         asked: dict[int, Pending] = {}
         succeeded: set[int] = set()
-        for record, _ in self.journal.records():
+        for record, _ in self.journal.records(state):
             if isinstance(record, Asked):
                 asked[record.number] = Pending(record.number, record.request, 0)
             elif not isinstance(record.result, Failure):
                 succeeded.add(record.number)
-        return [asked[number] for number in range(self.state + 1, self.next) if number in succeeded]
+        return asked, succeeded
 
     def add(self, number: int, request: Request) -> bool:
         """Take a request. Returns False if it is a repetition.

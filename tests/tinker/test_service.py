@@ -12,9 +12,9 @@ import pytest
 from meshrl.data import Batch, Ragged
 from meshrl.remote import Call, Packed
 from meshrl.tinker import ServedConfig, queues
-from meshrl.tinker.journal import Answered, Journal, Place, Record
+from meshrl.tinker.journal import Answered, Asked, Journal, Place, Record
 from meshrl.tinker.library import Session
-from meshrl.tinker.queues import Busy, Pending, Room
+from meshrl.tinker.queues import Busy, ModelQueue, Pending, Room
 from meshrl.tinker.requests import Adam, Create, OptimStep
 from meshrl.tinker.results import Failure, Plain
 from meshrl.tinker.service import Service
@@ -124,6 +124,22 @@ async def test_calls_with_rows_count_as_passes_do(tmp_path: Path) -> None:
     made.submit("small", model, 1, Call(model, 1, "step"))
     made.close()
     assert Pending(1, Call(model, 1, "logprobs", rows), 0).cost == 5
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_what_came_after_a_state_is_read_without_what_came_before(cut: bool, tmp_path: Path) -> None:
+    journal = Journal(tmp_path, keeps=True)
+    steps = [Asked(number, OptimStep("m", number, Adam())) for number in range(3)]
+    for record in (*steps, *(Answered(number, Plain({})) for number in range(2))):
+        journal.add(record)
+    journal.begin(1, -1, [] if cut else steps[2:])
+    journal.add(Answered(2, Plain({})))
+    queue = ModelQueue("m", "default", journal, Room(10, 1 << 20, lambda _: 10))
+    queue.restore(1)
+    if not cut:
+        (tmp_path / "journal-0000000000").unlink()
+    assert [each.number for each in queue.applied()] == [2]
+    journal.close()
 
 
 async def test_models_that_clients_are_done_with_keep_no_file_open(tmp_path: Path) -> None:
