@@ -288,19 +288,22 @@ class _Samples:
 
     def __init__(self) -> None:
         self._count = 0
-        self._kept: deque[tuple[Line, tuple[int, int]]] = deque(maxlen=ROWS)
+        self._heads: deque[Line] = deque(maxlen=ROWS)
+        self._places: dict[int, tuple[int, int]] = {}
+        """By a row's number, which is a key because other threads ask while rows are added."""
 
     def add(self, fields: dict[str, msgspec.Raw], place: tuple[int, int]) -> None:
-        self._kept.append((head_of(sample_of(fields), self._count), place))
+        self._heads.append(head_of(sample_of(fields), self._count))
+        self._places[self._count] = place
+        self._places.pop(self._count - ROWS, None)
         self._count += 1
 
     def heads(self) -> list[Line]:
-        return [head for head, _ in self._kept]
+        return [*self._heads]
 
     def place(self, at: int) -> tuple[int, int] | None:
         """The first byte and the size of a row's line. None if it is not kept."""
-        index = at - (self._count - len(self._kept))
-        return self._kept[index][1] if 0 <= index < len(self._kept) else None
+        return self._places.get(at)
 
 
 class _Followed(Generic[K, T]):
