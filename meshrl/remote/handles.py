@@ -140,11 +140,15 @@ class RemotePolicy(Policy):
         name = f"saved-{secrets.token_hex(8)}"
         path = (await self._ask("save_weights_external", path=name)).path
         where = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
-        told = await self._client.json(f"training_runs/{where}/external_weights_urls")
-        links = msgspec.convert(told["urls"], dict[str, str])
-        with _written(Path(folder)) as part:
-            for file, url in links.items():
-                (part / Path(file).name).write_bytes((await self._client.ask(url, None))[0])
+        try:
+            told = await self._client.json(f"training_runs/{where}/external_weights_urls")
+            links = msgspec.convert(told["urls"], dict[str, str])
+            with _written(Path(folder)) as part:
+                for file, url in links.items():
+                    (part / Path(file).name).write_bytes((await self._client.ask(url, None))[0])
+        finally:
+            with suppress(MeshrlError):  # what is left there costs room alone
+                await self._client.once().ask(f"/api/v1/training_runs/{where}", None, method="DELETE")
 
     async def checkpoint(self, folder: str, wait: bool = True, adapter: str | None = None) -> None:
         """Keep the whole state at the server, and its path in the folder."""

@@ -112,6 +112,11 @@ async def test_rows_have_the_version_that_was_published_even_if_a_step_changed_n
                 assert set(drawn.versions.values.tolist()) == {-1, version}
                 await policy.forward_backward(rows(), CrossEntropy())
                 await policy.step(rl.Step(lr=0.0))
+            await policy.save(str(tmp_path / "saved"))
+            assert (tmp_path / "saved/adapter_model.safetensors").is_file()
+            kept = str(await server.client.json(f"training_runs/{policy.model}/checkpoints"))
+            assert "sampler_weights" in kept
+            assert "external_weights" not in kept
 
 
 async def test_mistakes_are_told(tmp_path: Path) -> None:
