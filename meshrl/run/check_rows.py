@@ -7,6 +7,7 @@ from typing import Final, cast
 
 import numpy as np
 
+from meshrl.agents import AgentConfig
 from meshrl.config import Config, dotted
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
@@ -49,7 +50,8 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
-    mistakes += _blind(task, config)
+    if mistakes := _blind(task, config):
+        return mistakes
     models = (table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and uses_model(model) != "ignored"), None):
         mistakes += _unreadable(task, model, table_of(config, "sampling", Sampling), rows)
@@ -67,7 +69,12 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
 
 
 def _blind(task: TaskConfig, config: Config) -> list[str]:
-    """Return the roles of a task with images that take none."""
+    """Return the roles of a task with images that take none, and its agent, which gets the text of a row alone."""
+    agents = [path for path, table in tables_of(config) if isinstance(table, AgentConfig)]
+    if task.images and agents:
+        wrong = f"task.images: {dotted(agents[0])} gets the text of a row, and none of its images"
+        remedy = "remove task.images, and let the program send each file as a data URL in its requests (docs/images.md)"
+        return [f"{wrong}: {remedy}"]
     tables = [(path, table) for path, table in tables_of(config) if isinstance(table, PolicyConfig | SamplerConfig)]
     return [
         f"task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to one of "

@@ -20,6 +20,7 @@ from meshrl.data import IMAGES, Images, mark_of, name_of, opened, prompt_text
 from meshrl.errors import DataError
 from meshrl.hub import dataset_rows
 from meshrl.run import find_mistakes, load_job, shipped_configs
+from meshrl.run.check_rows import find_row_mistakes
 from tests.images.families import picture
 
 
@@ -155,3 +156,13 @@ def test_a_backend_without_images_is_a_mistake_before_a_run() -> None:
     assert "policy.backend = 'megatron' takes no images: set it to one of" in "".join(
         find_mistakes(job.config, job.run)
     )
+
+
+def test_images_of_rows_for_an_agent_are_a_mistake_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"word": "a", "answer": "b", "image": f"data:;base64,{base64.b64encode(picture(1)).decode()}"})
+    )
+    job = load_job(shipped_configs()["agent/quickstart"], ["policy.model={characters = 'ab'}"])
+    task = TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{word}", images=("image",))
+    (mistake,) = find_row_mistakes(task, job.config)
+    assert mistake.startswith("task.images: agent gets the text of a row, and none of its images")
