@@ -40,8 +40,11 @@ def call_forms(tools: Sequence[Tool], called: Sequence[str], calls: CallForm) ->
 
 def _call(function: dict[str, Any], calls: CallForm) -> Branch:
     """A call of a tool, as the model writes it. Its schema stays whole, because it may refer to its own parts."""
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise DataError(f"tools: `parameters` of {function.get('name')!r} is no object: give a JSON schema of one")
     head = f'{calls.begin}{{"name": {json.dumps(function.get("name"))}, "{calls.key}": '
-    return Branch({"type": "object", **(function.get("parameters") or {})}, begin=head, end=f"}}{calls.end}")
+    return Branch({"type": "object", **parameters}, begin=head, end=f"}}{calls.end}")
 
 
 def schema_form(schema: object, where: str) -> Branch:
