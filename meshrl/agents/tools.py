@@ -17,6 +17,8 @@ from meshrl.errors import ConfigError, Discard, described
 
 KIND: Final = "mcp"
 """What the name of a server begins with."""
+_CLOSED: Final = -32000
+"""The code of the error that the package mcp raises for a connection that has ended."""
 Solve: TypeAlias = Callable[[object, Mapping[str, object]], Awaitable[object]]
 
 
@@ -131,6 +133,8 @@ async def _called(owners: Mapping[str, Any], name: str, arguments: str, seconds:
     try:
         result = await owners[name].call_tool(name, given, read_timeout_seconds=seconds)
     except failed as error:
+        if getattr(error, "code", None) == _CLOSED:
+            raise Discard(f"the server of the tool {name!r} is gone: {described(error)}") from error
         return f"Error: {error}"
     except Exception as error:
         raise Discard(f"the server of the tool {name!r} is gone: {described(_first(error))}") from error
