@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.agents.conversation import Drawn, Ints
-from meshrl.data import ADAPTER, CONSTRAINT, IMAGES, Batch, Images, Ragged, Source, masked_spans
+from meshrl.data import ADAPTER, CONSTRAINT, FINGERPRINTS, IMAGES, Batch, Images, Ragged, Source, masked_spans
 from meshrl.errors import DataError
 from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
@@ -194,7 +194,8 @@ class RequestBatcher:
         experts = np.array(batch.ragged("experts")[row], np.int16) if "experts" in batch else None
         spans = masked_spans(batch.select([row]))[0]
         mask = spans[0][2] if spans else None
-        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts, mask)
+        seen = cast("Sequence[str]", batch.objects(FINGERPRINTS)[row]) if FINGERPRINTS in batch else None
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts, mask, seen)
         pending.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 

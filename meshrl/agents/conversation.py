@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from meshrl import log
 from meshrl.agents.chat import Chat, Message, SeeingChat, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
-from meshrl.data import IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in, unmarked
+from meshrl.data import FINGERPRINTS, IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in, unmarked
 from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.tags import without_special
@@ -71,6 +71,8 @@ class Drawn:
     token]."""
     mask: str | None = None
     """The constraint under whose mask it was drawn, as `meshrl.data.Span` has it. None if it was drawn freely."""
+    fingerprints: Sequence[str] | None = None
+    """What the sampler's processor made of each image of the prompt. None if the sampler does not say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,12 +325,15 @@ class Conversation:
         experts = [[turn.drawn.experts for turn in path if turn.drawn.experts is not None] for path in paths]
         recorded = [np.concatenate(each) for each in experts if each]
         versions = [row["versions"][np.flatnonzero(row["loss_mask"])] for row in rows]
-        more: dict[str, Ragged | Images] = {}
+        more: dict[str, Ragged | Images | list[tuple[str, ...]]] = {}
         if recorded:
             more["experts"] = Ragged.of(recorded, np.int16, source=Source("sampler"))
         if self._sees:
             names = [_named(each.message for each in path[-1].history()) for path in paths]
             more[IMAGES] = Images(names, {name: file for path in paths for name, file in path[-1].pool().items()})
+            made = [tuple(path[-1].drawn.fingerprints or ()) for path in paths]
+            if list(map(len, made)) == list(map(len, names)):
+                more[FINGERPRINTS] = made
         return Batch.of(
             **more,
             prompt=[self._chat.decode(tokens[:begin]) for tokens, begin in texts],

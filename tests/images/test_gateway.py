@@ -12,7 +12,7 @@ import pytest
 from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl.agents import Conversation, Drawn, Gateway, Message, read_chat
 from meshrl.agents.recording import Recording, recorded
-from meshrl.data import IMAGES, Images, mark_of, name_of
+from meshrl.data import FINGERPRINTS, IMAGES, Images, mark_of, name_of
 from meshrl.errors import DataError
 from meshrl.mesh import Rank, rank_context
 from meshrl.tasks import Task, TaskConfig
@@ -64,6 +64,7 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
         with pytest.raises(openai.BadRequestError, match="assistant's message has an image"):
             await talk.ask([{**asked(seen(one)), "role": "assistant"}, asked("and?")])
         lines, conversation = tmp_path / "rows.jsonl", talk.session.conversation
+        assert sorted(len(cast("Any", each)) for each in conversation.rows().objects(FINGERPRINTS)) == [1, 2]
         with Recording(lines, chat) as recording:
             recording.add([("s", *conversation.take(first)) for first in conversation.sizes()])
         rows = talk.rows()
