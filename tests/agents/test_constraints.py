@@ -83,6 +83,23 @@ async def test_answers_are_what_their_constraints_say() -> None:
     assert [spans is None for spans in rows.objects("masked")] == [False] * 24 + [True] * 6
 
 
+async def test_an_answer_that_nothing_can_continue_ends_alone_and_can_be_learned() -> None:
+    """Two expressions that llguidance begins and then gives up, beside an answer that has none."""
+    endless = held(Branch(regex="((a|b|ab|ba){1,1000}){900}"))
+    hollow = held(Branch(regex="[ab]é"))  # no token has the last character
+    rows = await drawn(endless, hollow, None, endless, max_tokens=300)
+    learned = np.array([int(np.sum(mask)) for mask in rows.loss_mask])
+    assert rows.row("truncated")[[0, 1, 3]].tolist() == [True] * 3
+    assert learned[1] == 1
+    assert all(20 < learned[row] < 300 for row in (0, 3))
+    assert set(str(rows.objects("completion")[0])) <= set("ab")
+    alone = await drawn(None, None, None, max_tokens=300)
+    assert learned[2] == np.sum(alone.loss_mask[2])
+    told = (await implementation(rl.Policy, "torch")(POLICY).logprobs(rows)).ragged("logprobs").values
+    mask = np.asarray(rows.loss_mask.values, np.bool_)
+    assert told[mask] == pytest.approx(rows.sampler_logprobs.values[mask], abs=1e-4)
+
+
 async def test_log_probs_are_those_under_the_mask_in_the_sampler_and_the_policy(tmp_path: Path) -> None:
     """By hand: the letters that go on with a choice, and after a whole choice the end. Logits by transformers alone."""
     choices, temperature = ("ab", "abc", "b", "cd"), 0.7

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshrl.data import UNREPEATED, Batch, Branch, Constraint, masked_spans, read_constraint
-from meshrl.errors import BackendError, DataError, ModelError
+from meshrl.errors import BackendError, DataError
 from meshrl_torch.model.text import Words, added_tokens
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Bits: TypeAlias = NDArray[np.int32]
 """A mask of tokens, 32 in each number: int32[rows, numbers]. All bits of a row without a constraint are set."""
-_ALL: Final = -1
+ALL: Final = -1
 _KEPT: Final = 256
 """Grammars that are kept compiled, for each tokenizer."""
 _SPACES: Final = r"[ \n]{1,20}"
@@ -137,8 +137,10 @@ class Grammars:
     def begin(self, text: str, tokens: Sequence[int], where: str) -> "LLMatcher":
         """Return the state of a constraint after these tokens. DataError if it does not allow them."""
         matcher = self._compiled(text).deep_copy()
-        said = tokens[:-1] if len(tokens) and tokens[-1] in self._ends else tokens
-        allowed = matcher.try_consume_tokens(list(said)) if len(said) else 0
+        said = list(tokens[:-1] if len(tokens) and tokens[-1] in self._ends else tokens)
+        allowed = matcher.try_consume_tokens(said) if said else 0
+        if allowed < len(said):  # perhaps too many for one call, or other answers have used the grammar up
+            matcher, allowed = self.anew(text, said)
         if allowed < len(said) or (allowed < len(tokens) and not matcher.is_accepting()):
             raise DataError(
                 f"{where} has the token {tokens[allowed]} at place {allowed} of an answer, which its constraint does "
@@ -147,19 +149,48 @@ class Grammars:
             )
         return matcher
 
+    def anew(self, text: str, said: Sequence[int]) -> "tuple[LLMatcher, int]":
+        """Follow tokens one by one by a new grammar. Returns the state after them, and how many it allowed.
+
+        All answers of a compiled grammar share its lexer, which fails for all of them if they need too many states. So
+        only a new one comes as far in a trainer as in a sampler.
+        """
+        self._compiled.cache_clear()
+        matcher, allowed = self._compiled(text).deep_copy(), 0
+        while allowed < len(said) and self.fill([matcher]).any() and matcher.consume_token(said[allowed]):
+            allowed += 1
+        return matcher, allowed
+
+    def over(self, text: str, tokens: Sequence[int], where: str) -> Bits:
+        """Return the tokens that were allowed at the place of each of these, int32[tokens, numbers]."""
+        matcher, allowed = self.begin(text, (), where), list[NDArray[np.int32]]()
+        for at, token in enumerate(tokens):
+            if not self.fill([matcher]).any():
+                matcher, _ = self.anew(text, tokens[:at])
+            allowed.append(self.follow(matcher, text, where))
+            matcher.consume_token(token)
+        return np.array(allowed, np.int32).reshape(len(tokens), -1)
+
+    def follow(self, matcher: "LLMatcher", text: str, where: str) -> NDArray[np.int32]:
+        """Return the tokens that a state allows next, int32[numbers]. DataError if no token can follow."""
+        bits = self.fill([matcher])[0]
+        if not bits.any():
+            raise DataError(
+                f"{where}: no token of the model can continue an answer under its constraint, for example because its "
+                f"tokenizer lacks a character: {text[:200]} {matcher.get_error()[:400]}".rstrip()
+            )
+        return bits
+
     def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
-        """Return the tokens that each state allows next. ModelError if no token can follow."""
+        """Return the tokens that each state allows next. A row has none if no token can follow."""
         from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415 -- an extra
 
-        bits = np.full((len(matchers), (self._known + 31) // 32), _ALL, np.int32)
+        bits = np.full((len(matchers), (self._known + 31) // 32), ALL, np.int32)
         for row, matcher in enumerate(matchers):
             if matcher is not None:
                 fill_next_token_bitmask(matcher, bits, row)
-                if matcher.is_error() or not bits[row].any():
-                    raise ModelError(
-                        "no token of the model can continue an answer under its constraint, for example because its "
-                        f"tokenizer lacks a character: {matcher.get_error()[:400]}"
-                    )
+                if matcher.is_error():
+                    bits[row] = 0
         return bits
 
     def _compile(self, text: str) -> "LLMatcher":
@@ -169,6 +200,7 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise DataError(f"an answer cannot be held to {text[:200]}: {matcher.get_error()[:400]}")
+        self.follow(matcher.deep_copy(), text, "a row")
         return matcher
 
 
@@ -234,11 +266,10 @@ def masks(words: Words, batch: Batch, target: NDArray[np.int64]) -> Tensor | Non
             continue
         grammars = grammars_of(words)
         bits = grammars.fill([None] * len(target)) if bits is None else bits
-        matcher = grammars.begin(span.constraint, (), span.where)
-        for number, token in zip(wanted, span.tokens, strict=True):
+        own = grammars.over(span.constraint, span.tokens, span.where)
+        for place, number in enumerate(wanted):
             if number is not None:
-                bits[number] = grammars.fill([matcher])[0]
-            matcher.consume_token(token)
+                bits[number] = own[place]
     return None if bits is None else torch.from_numpy(bits)
 
 

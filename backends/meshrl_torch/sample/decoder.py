@@ -6,14 +6,14 @@ forward pass over the first slots of the cache.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.model.masks import grammars_of, restricted
+from meshrl_torch.model.masks import ALL, grammars_of, restricted
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.said import decode, reach_of
@@ -21,10 +21,25 @@ from meshrl_torch.sample.cache import Slots
 from meshrl_torch.sample.draw import Draw, UInt64
 from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread, versions_of
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 PREFILL_TOKENS: Final = 16384
 """Most prompt tokens in one forward pass."""
 GROWTH: Final = 32
 """The number of positions of the slots grows in multiples of this."""
+
+
+def begun(model: LanguageModel, request: Request, row: int) -> "LLMatcher | None":
+    """Return the state of a row's constraint after what was drawn of it before. None without one.
+
+    DataError if the constraint does not allow that, or no answer can begin under it.
+    """
+    text = str(request.constraints[row])
+    if not text:
+        return None
+    drawn = request.prefixes[int(request.prefix[row])][int(request.starts[row]) :]
+    return grammars_of(model).begin(text, drawn, f"row {row}")
 
 
 class Decoder:
@@ -167,12 +182,10 @@ class Decoder:
 
     def _begun(self, rows: Ints) -> "NDArray[np.object_]":
         """Return the state of each row's constraint after what was drawn of it before."""
-        begun = np.full(len(rows), None, np.object_)
+        states = np.full(len(rows), None, np.object_)
         for at, row in enumerate(rows.tolist()):
-            if text := str(self._request.constraints[row]):
-                drawn = self._request.prefixes[int(self._request.prefix[row])][int(self._request.starts[row]) :]
-                begun[at] = grammars_of(self._model).begin(text, drawn, f"row {row}")
-        return begun
+            states[at] = begun(self._model, self._request, row)
+        return states
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
         """Yield runs of rows whose distinct prefixes have at most PREFILL_TOKENS, or that share a longer one."""
@@ -209,7 +222,10 @@ class Decoder:
         return logits[torch.from_numpy(number)]
 
     def _record(self, first: int, logits: Tensor, versions: Mapping[str, int]) -> None:
-        """Sample the next token of the slots from `first` on."""
+        """Sample the next token of the slots from `first` on. A row that no token can continue ends, as at its limit.
+
+        One row's constraint may be a dead end that nothing foretells, and must not fail the rows beside it.
+        """
         here = slice(first, first + len(logits))
         self._place[here] += 1
         place = self._place[here]
@@ -217,22 +233,42 @@ class Decoder:
         draw = replace(self._draw, seed=self._seeds[row])
         own = versions_of(self._request.adapters[row], versions)
         matchers = self._matchers[here].tolist()
+        kept = np.full(len(matchers), -1)  # of a row that ends here, its number of tokens
         if any(matcher is not None for matcher in matchers):
-            logits = restricted(logits, grammars_of(self._model).fill(matchers))
+            bits = grammars_of(self._model).fill(matchers)
+            for at in np.flatnonzero(~bits.any(1)).tolist():
+                matchers[at], kept[at] = self._anew(first + at, [])
+                bits[at] = grammars_of(self._model).fill([matchers[at]])[0]
+                if kept[at] == place[at] - self._prompt[first + at] and bits[at].any():
+                    kept[at] = -1
+            bits[kept >= 0] = ALL
+            logits = restricted(logits, bits)
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
-        for matcher, token in zip(matchers, tokens.tolist(), strict=True):
-            if matcher is not None:
+        for at, (matcher, token) in enumerate(zip(matchers, tokens.tolist(), strict=True)):
+            if matcher is not None and kept[at] < 0:
                 matcher.consume_token(token)
+                if matcher.is_error():
+                    matchers[at], allowed = self._anew(first + at, [token])
+                    kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
+            self._matchers[first + at] = matchers[at]
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
             self._columns[name][slots, place] = values
+        lasts = self._prompt[here] + kept
+        self._place[here] = np.where(kept < 0, place, lasts - 1)
+        self._end[here] = np.where(kept < 0, self._end[here], lasts)
+
+    def _anew(self, slot: int, new: list[int]) -> "tuple[LLMatcher, int]":
+        """Follow the answer in a slot by a new grammar, with `new` tokens at its place, as `Grammars.anew`."""
+        drawn = self._columns["tokens"][slot, self._prompt[slot] : self._place[slot]].tolist()
+        return grammars_of(self._model).anew(str(self._request.constraints[self._row[slot]]), [*drawn, *new])
 
     def _retire(self) -> None:
         """Remove rows that ended. The last rows take their slots."""
         count = self._count
         place = self._place[:count]
-        ended = np.isin(self._columns["tokens"][np.arange(count), place], self._ends)
+        ended = np.isin(self._columns["tokens"][np.arange(count), place], self._ends) & (place >= self._prompt[:count])
         if self._request.stop:
             ended |= self._stopped()
         done = ended | (place + 1 >= self._end[:count])

@@ -16,12 +16,11 @@ from meshrl.roles import GenerateCall, LoraConfig, SamplerConfig, Sampling, Step
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.loading import load
 from meshrl_torch.model.lora import add_adapter
-from meshrl_torch.model.masks import grammars_of
 from meshrl_torch.model.routing import routed
 from meshrl_torch.model.scoring import Passes, logprobs, most_probable, one_by_one, predicted
 from meshrl_torch.ranks.process_group import own_rank
 from meshrl_torch.sample.cache import Slots
-from meshrl_torch.sample.decoder import PREFILL_TOKENS, Decoder
+from meshrl_torch.sample.decoder import PREFILL_TOKENS, Decoder, begun
 from meshrl_torch.sample.draw import Draw, UInt64, key
 from meshrl_torch.sample.memory import remembered
 from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
@@ -156,8 +155,8 @@ class TorchSampler(SteppingSampler):
         rollouts = Rollouts(
             self._model, prompts, sampling, self._routed, self._adapters.named, is_repeated=True, sees=True
         )
-        for text in sorted(set(rollouts.request.constraints.tolist()) - {""}):
-            grammars_of(self._model).begin(text, (), "a row")  # a fault is the caller's, not that of calls it joins
+        for row in range(len(rollouts.request.limits)):  # a fault is the caller's, not that of calls it joins
+            begun(self._model, rollouts.request, row)
         names = set(rollouts.request.adapters.tolist())
         self._busy.update(names)
         try:
