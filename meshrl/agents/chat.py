@@ -10,7 +10,7 @@ import msgspec
 
 from meshrl.data import Constraint, Masks
 from meshrl.errors import BackendError, DataError
-from meshrl.roles import ModelConfig, backends_with, function_of, masks_of
+from meshrl.roles import ModelConfig, backends_with, function_of, masks_of, takes_images
 from meshrl.tags import without_special
 
 Tool: TypeAlias = Mapping[str, object]
@@ -165,6 +165,17 @@ def check_constraint(chat: Chat, constraint: Constraint) -> None:
             f"without calls of tools and without an open thought. {_other('Sampler', 'served', 'trained')}"
         )
     chat.check(constraint)
+
+
+def check_images(chat: Chat) -> None:
+    """Raise DataError if the sampler or the policy takes no images."""
+    for role, backend in zip(("Sampler", "Policy"), chat.backends, strict=True):
+        if backend and not takes_images(backend):
+            others = " or ".join(json.dumps(name) for name in backends_with(role) if takes_images(name))
+            raise DataError(
+                f"the conversation has images, and the {role.lower()}'s backend {backend!r} takes none: use "
+                f"{role.lower()}.backend = {others}, or send text alone"
+            )
 
 
 def _other(role: str, *masks: Masks) -> str:
