@@ -198,7 +198,7 @@ def _undecoded(feature: object) -> object | None:
     import datasets  # noqa: PLC0415
 
     if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
+        return cast("object", datasets.Image(decode=False))
     if isinstance(feature, list):  # how older releases write a list
         own = _undecoded(feature[0])
         return None if own is None else [own]
