@@ -130,8 +130,10 @@ async def test_calls_with_rows_count_as_passes_do(tmp_path: Path) -> None:
 async def test_what_came_after_a_state_is_read_without_what_came_before(cut: bool, tmp_path: Path) -> None:
     journal = Journal(tmp_path, keeps=True)
     steps = [Asked(number, OptimStep("m", number, Adam())) for number in range(3)]
-    for record in (*steps, *(Answered(number, Plain({})) for number in range(2))):
-        journal.add(record)
+    for each in steps:
+        journal.add(each)
+    for number in range(2):
+        journal.add(Answered(number, Plain({})))
     journal.begin(1, -1, [] if cut else steps[2:])
     journal.add(Answered(2, Plain({})))
     queue = ModelQueue("m", "default", journal, Room(10, 1 << 20, lambda _: 10))
