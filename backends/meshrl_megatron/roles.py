@@ -127,6 +127,14 @@ def _load(model: Model, weights: Weights) -> None:
         copy_into(box.tensor, weights.tensors[box.name][slices_of(box)])
 
 
+def _check_unmasked(batch: Batch, table: str) -> None:
+    if any(masked_spans(batch)):
+        raise DataError(
+            "rows were drawn under constraints, and the backend 'megatron' computes log-probs without their masks: "
+            f'use {table}.backend = "fsdp", or let the program ask for answers without a constraint'
+        )
+
+
 class MegatronPolicy(SplitOverRanks, roles.TrainedPolicy):
     """A model split over its ranks, and trained by them together."""
 
@@ -134,11 +142,7 @@ class MegatronPolicy(SplitOverRanks, roles.TrainedPolicy):
     def check_rows(model: LanguageModel, batch: Batch) -> None:
         """Raise DataError if the model cannot read a batch's rows."""
         check_readable(model, batch)
-        if any(masked_spans(batch)):
-            raise DataError(
-                "rows were drawn under constraints, and the backend 'megatron' computes log-probs without their masks: "
-                'use policy.backend = "fsdp", or let the program ask for answers without a constraint'
-            )
+        _check_unmasked(batch, "policy")
         if COLUMN in batch:
             raise DataError(
                 f"`{COLUMN}` has the experts that a sampler chose, which the backend 'megatron' cannot use: "
@@ -156,6 +160,12 @@ class MegatronRewardModel(SplitOverRanks, roles.TrainedRewardModel):
 
 class MegatronReference(SplitOverRanks, roles.FrozenReference):
     """A model split over its ranks."""
+
+    @staticmethod
+    def check_rows(model: LanguageModel, batch: Batch) -> None:
+        """Raise DataError if the model cannot read a batch's rows."""
+        check_readable(model, batch)
+        _check_unmasked(batch, "reference")
 
 
 class MegatronReward(SplitOverRanks, roles.FrozenReward):

@@ -512,7 +512,12 @@ class FrozenReference(Placed, Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
-        return batch.assign(reference_logprobs=logprobs(self._passes, batch, Source("reference")))
+        return batch.assign(reference_logprobs=logprobs(self._passes, batch, Source("reference"), self.check_rows))
+
+    @staticmethod
+    def check_rows(model: LanguageModel, batch: Batch) -> None:
+        """Raise DataError if the model cannot read a batch's rows."""
+        check_readable(model, batch)
 
     async def load(self, weights: Weights) -> None:
         """Copy this rank's part of the weights in place."""
