@@ -16,7 +16,7 @@ from meshrl.agents import Agent, AgentConfig, Agents, Gateway, check_constraint,
 from meshrl.data import Branch, Constraint, masked_spans
 from meshrl.errors import DataError
 from meshrl.roles import implementation
-from meshrl_megatron.roles import MegatronPolicy
+from meshrl_megatron.roles import MegatronPolicy, MegatronReference
 from meshrl_torch.model.loading import load
 from meshrl_torch.sample.sampler import TorchSampler
 
@@ -168,6 +168,12 @@ def test_what_cannot_be_constrained_or_learned_is_refused_by_name() -> None:
         chat = read_chat(table, POLICY.model_copy(update={"backend": policy}) if policy else None)
         with pytest.raises(DataError, match=why):
             check_constraint(chat, constraint)
+    with pytest.raises(DataError, match="no token of the model can continue"):
+        check_constraint(read_chat(SAMPLER), Constraint((Branch(regex="é"),)))
+    spoken = read_chat(SAMPLER.model_copy(update={"backend": "vllm"}))
+    special = load(SAMPLER).tokenizer.eos_token
+    with pytest.raises(DataError, match="special token of this model"):
+        check_constraint(spoken, Constraint((Branch(SCHEMA, begin=str(special)),)))
     serving = read_chat(SAMPLER.model_copy(update={"backend": "http"}))
     check_constraint(serving, constraint)
     with pytest.raises(DataError, match="without calls of tools"):
@@ -189,6 +195,8 @@ async def test_rows_whose_masks_cannot_be_repeated_are_refused() -> None:
             await policy.logprobs(rows.assign(masked=[masked]))
     with pytest.raises(DataError, match="'megatron' computes log-probs without their masks"):
         MegatronPolicy.check_rows(load(SAMPLER), rows)
+    with pytest.raises(DataError, match=r'use reference[.]backend = "fsdp"'):
+        MegatronReference.check_rows(load(SAMPLER), rows)
     for sampling, constraint, why in (
         ({"ignore_eos": True}, held(Branch(regex="a")), "ends where that says"),
         ({}, '{"branches": [{}]}', "without one of schema, regex and choices"),

@@ -7,9 +7,9 @@ from pathlib import Path
 from meshrl.agents import HERMES, LLAMA, Message, Tool
 from meshrl.data import Batch, Constraint, Images, names_in
 from meshrl.errors import BackendError, DataError, ModelError, described
-from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling
+from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling, masks_of
 from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, new_vision, read_words
-from meshrl_torch.model.masks import check_grammar
+from meshrl_torch.model.masks import check_grammar, grammars_of, plain_lark
 from meshrl_torch.model.rows import encoded, judged
 from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
@@ -81,9 +81,14 @@ class HuggingFaceChat:
         return said_in(self._words, [tokens], [after])[0]
 
     def check(self, constraint: Constraint) -> None:
-        """Raise DataError if a grammar cannot be made of a constraint, or llguidance is missing."""
+        """Raise DataError if the sampler cannot begin an answer under a constraint, or llguidance is missing."""
+        masks = masks_of(self.backends[0])
         try:
             check_grammar(constraint)
+            if masks == "served":
+                plain_lark(self._words, constraint)
+            elif masks == "trained":
+                grammars_of(self._words).begin(constraint.text, (), "a request")
         except BackendError as error:
             raise DataError(str(error)) from error
 

@@ -204,6 +204,17 @@ class Grammars:
         return matcher
 
 
+def plain_lark(words: Words, constraint: Constraint) -> str:
+    """The grammar of a constraint for engines that take no special tokens in one. DataError if it has any."""
+    rule = lark_of(constraint, {})
+    if rule != lark_of(constraint, special_tokens(words.tokenizer)):
+        raise DataError(
+            f"{constraint.text[:200]}: it has a special token of this model, which the sampler's engine takes in no "
+            'grammar: use sampler.backend = "torch"'
+        )
+    return rule
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     """Return the tokens that no text can spell, by name."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
