@@ -173,7 +173,7 @@ class Grammars:
 
     def follow(self, matcher: "LLMatcher", text: str, where: str) -> NDArray[np.int32]:
         """Return the tokens that a state allows next, int32[numbers]. DataError if no token can follow."""
-        bits = self.fill([matcher])[0]
+        bits: NDArray[np.int32] = self.fill([matcher])[0]
         if not bits.any():
             raise DataError(
                 f"{where}: no token of the model can continue an answer under its constraint, for example because its "
