@@ -97,7 +97,8 @@ class RemotePolicy(Policy):
     """A model in training at a server. Each call is one request, which the server applies once."""
 
     def __init__(self, server: Remote, model: str) -> None:
-        self._client, self.model = server.client, model
+        self._client = server.client
+        self.model: str = model
         self._numbers = count(1)
         self._missing: set[int] = set()
         """Numbers of calls that the server has not taken. It makes none of the later ones before it has these."""

@@ -76,7 +76,7 @@ class ModelQueue:
         """True while a request changes the model in the trainer: if it fails, nobody knows how far it came."""
         self.steps: int = 0
         """Optimizer steps since that state."""
-        self.closed = False
+        self.closed: bool = False
         """True if the client is done with the model, which no longer counts for its tenant."""
         self._room = room
         self._waiting: dict[int, Pending] = {}

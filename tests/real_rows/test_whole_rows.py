@@ -133,7 +133,7 @@ async def test_all_messages_of_a_prompt_are_rendered(model: str, turns: list[dic
     ("messages", "said"),
     [
         ([USER, ASSISTANT], "ends with an assistant's message"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 is .* Images"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 has the part"),
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 is"),
     ],
 )

@@ -226,9 +226,10 @@ def generator_of(shape: PretrainedConfig) -> type[AutoModelForCausalLM | AutoMod
     return AutoModelForCausalLM if sees is None or is_text else AutoModelForImageTextToText
 
 
-def _read_generator(folder: Path | None, *, config: PretrainedConfig, **how: Any) -> object:
-    kind: Any = generator_of(config)
-    return cast("object", kind.from_pretrained(folder, config=config, **how))
+def _read_generator(folder: Path, *, config: PretrainedConfig | None = None, **how: Any) -> object:
+    kind: Any = generator_of(config or _config(str(folder), folder))
+    own = {} if config is None else {"config": config}
+    return cast("object", kind.from_pretrained(folder, **own, **how))
 
 
 def _make_generator(config: PretrainedConfig, **how: Any) -> object:
@@ -438,8 +439,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
     try:
         tensors = files.tensors(dtype) if files.is_scaled else None
         if files.is_packed:  # transformers would save what it has read under the names of packed tensors
-            packed = Mxfp4Config(dequantize=True)
-            tensors = _whole(name, of_folder(config=shape, quantization_config=packed)).state_dict()
+            tensors = _whole(name, of_folder(quantization_config=Mxfp4Config(dequantize=True))).state_dict()
         if tensors is not None:
             made = type(without_values(shape, kind))
             loaded = cast("Loaded", made.from_pretrained(None, config=shape, state_dict=tensors, **how))
