@@ -202,5 +202,8 @@ def _undecoded(feature: object) -> object | None:
     if isinstance(feature, list):  # how older releases write a list
         own = _undecoded(feature[0])
         return None if own is None else [own]
-    own = _undecoded(feature.feature) if isinstance(feature, datasets.Sequence | datasets.LargeList) else None
-    return None if own is None else cast("object", replace(cast("Any", feature), feature=own))
+    if not isinstance(feature, datasets.Sequence | datasets.LargeList):
+        return None
+    several: Any = feature
+    own = _undecoded(several.feature)
+    return None if own is None else cast("object", replace(several, feature=own))

