@@ -203,8 +203,11 @@ def test_the_core_imports_no_library_of_a_backend() -> None:
 SHARED = {"meshrl_torch": set[str](), "meshrl_inference": {"meshrl_torch"}}
 """What backends have in common, and what each of these may see of the others."""
 
+DOORS = {f"meshrl_{name}" for name in ("inference", "sglang", "torch", "vllm")}
 IN_ANOTHER_ENVIRONMENT = tuple(
-    name for name in BACKENDS if name.startswith(("meshrl_inference.engine_side", "meshrl_torch.wire"))
+    name
+    for name in BACKENDS
+    if name in DOORS or name.startswith(("meshrl_inference.engine_side", "meshrl_torch.wire"))
 )
 """Modules that the process of an engine imports, where there is no meshrl."""
 

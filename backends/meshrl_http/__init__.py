@@ -2,12 +2,11 @@
 
 from typing import Final
 
-from meshrl.data import Masks
 from meshrl_inference import CHAT, COUNTS, ENDS, TEXTS
 
 __all__ = ["BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "NEEDS", "OPTIONS", "ROLES", "TEXTS"]
 
-MASKS: Final[Masks] = "plain"
+MASKS: Final = "plain"
 """Servers hold answers to plain constraints, under their own masks."""
 
 ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}

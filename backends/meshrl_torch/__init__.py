@@ -8,8 +8,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from meshrl.data import Masks
-
 __all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "FLOPS", "MASKS", "MEMORY", "MODELS", "READS", "ROLES", "TEXTS"]
 
 MODELS: Final = "read"
@@ -39,7 +37,7 @@ ENDS: Final = "meshrl_torch.model.chat:find_ends"
 FLOPS: Final = "meshrl_torch.estimate.flops:flops_of"
 """Counts the operations of a pass over a row, without a model."""
 
-MASKS: Final[Masks] = "trained"
+MASKS: Final = "trained"
 """Answers are held to any constraint, and trained on under its mask."""
 
 MEMORY: Final = "meshrl_torch.estimate.memory:held"

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Final
 
-from meshrl.data import Masks
 from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
 __all__ = ["AXES", "BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
 
-MASKS: Final[Masks] = "served"
+MASKS: Final = "served"
 """Answers are held to any constraint, under masks of the engine's own."""
 
 ROLES: Final[Mapping[str, str]] = {
