@@ -205,9 +205,7 @@ SHARED = {"meshrl_torch": set[str](), "meshrl_inference": {"meshrl_torch"}}
 
 DOORS = {f"meshrl_{name}" for name in ("inference", "sglang", "torch", "vllm")}
 IN_ANOTHER_ENVIRONMENT = tuple(
-    name
-    for name in BACKENDS
-    if name in DOORS or name.startswith(("meshrl_inference.engine_side", "meshrl_torch.wire"))
+    name for name in BACKENDS if name in DOORS or name.startswith(("meshrl_inference.engine_side", "meshrl_torch.wire"))
 )
 """Modules that the process of an engine imports, where there is no meshrl."""
 

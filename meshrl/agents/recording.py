@@ -169,8 +169,9 @@ async def record(
     """
     opened = [gateway.open(sampling) for _ in range(sessions)]
     for session in opened:
-        say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
-        say(f"export ANTHROPIC_BASE_URL={session.root}\nexport ANTHROPIC_API_KEY={session.token}")
+        names = {"OPENAI": session.url, "ANTHROPIC": session.root}
+        lines = [f"export {name}_BASE_URL={url}\nexport {name}_API_KEY={session.token}" for name, url in names.items()]
+        say("\n".join(lines))  # at once: who reads it may stop after the first lines
     seen: dict[Turn, tuple[int, float]] = {}
     waiting: list[Over] = []
     warned = False

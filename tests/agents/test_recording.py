@@ -111,9 +111,7 @@ def said_in_a_script(
         with Recording(folder / "rows.jsonl", ScriptedChat()) as rows:
             task = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append, sessions=2))
             await asyncio.sleep(0)
-            urls_and_keys = [
-                [line.partition("=")[2] for line in each.splitlines()] for each in told if "OPENAI" in each
-            ]
+            urls_and_keys = [[line.partition("=")[2] for line in each.splitlines()[:2]] for each in told]
             one, other = (client_of(gateway, url, key) for url, key in urls_and_keys)
             async with one, other:
                 await program(one, other)
