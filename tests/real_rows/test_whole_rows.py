@@ -132,13 +132,13 @@ async def test_all_messages_of_a_prompt_are_rendered(model: str, turns: list[dic
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([USER, ASSISTANT], "ends with an assistant's message"),
+        ([USER, ASSISTANT], "prompt: `q`.*ends with an assistant's message"),
         ([{"role": "user", "content": [{"type": "image"}]}], "message 0 has the part"),
-        ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 is"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "prompt: `q`.*message 1 is"),
     ],
 )
 def test_messages_that_cannot_be_a_prompt_are_refused(messages: list[object], said: str) -> None:
-    with pytest.raises(DataError, match=rf"rows, row 0: prompt: `q`.*{said}"):
+    with pytest.raises(DataError, match=rf"rows, row 0: .*{said}"):
         task(*messages)
 
 
