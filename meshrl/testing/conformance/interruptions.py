@@ -33,7 +33,7 @@ from meshrl.testing.conformance.subject import Check, Trial
 from meshrl.testing.invariant_checker import PromiseBroken, require
 
 _ROWS: Final = 12
-_LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
+_LONG: Final = Sampling(max_tokens=120, ignore_eos=True)
 """With `_ROWS` rows and few slots, hundreds of steps remain when the first row arrives."""
 _CALLS: Final = 8
 """Consecutive calls with `_ROWS` rows for which weights may wait at most."""
@@ -223,7 +223,7 @@ async def a_replay(trial: Trial) -> None:
 
 def _long_rows() -> Batch:
     """Prompts whose first row ends at once and the others late."""
-    return questions(_ROWS, max_tokens=np.array([2, *[60, 120, 180, 240] * _ROWS][:_ROWS]))
+    return questions(_ROWS, max_tokens=np.array([2, *[30, 60, 90, 120] * _ROWS][:_ROWS]))
 
 
 async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Batch], Batch]:
