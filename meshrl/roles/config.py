@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from math import prod
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
 
@@ -86,13 +87,19 @@ class RoleConfig(Config):
         named = {*given, self.backend} & backends().keys()
         schemas = {name: schema for name in sorted(named) if (schema := self._options_schema(name))}
         if given or schemas:
-            fields: dict[str, Any] = {name: (schema, schema()) for name, schema in schemas.items()}
-            tables = create_model("Options", __base__=Config, **fields)
+            tables = _tables_of(tuple(schemas.items()))
             if info.mode == "json":  # strict, like `validate`
                 given.update(tables.model_validate_json(json.dumps(given), strict=True))
             else:
                 given.update(tables.model_validate(given))
         return self
+
+
+@cache  # pydantic takes milliseconds to make one
+def _tables_of(schemas: tuple[tuple[str, type[BackendOptions]], ...]) -> type[Config]:
+    """The schema of a role's tables of options, by the backends' names."""
+    fields: dict[str, Any] = {name: (schema, schema()) for name, schema in schemas}
+    return create_model("Options", __base__=Config, **fields)
 
 
 def options_of(config: RoleConfig, schema: type[S]) -> S:

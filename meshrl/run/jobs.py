@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, TypeVar, cast, get_type_hints
 
@@ -116,11 +116,27 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
 
 def is_shipped(script: Script) -> bool:
     """True if a script is shipped with meshrl."""
-    return script.path.resolve().is_relative_to(shipped("algorithms").resolve())
+    return _is_shipped(script.path)
+
+
+def _is_shipped(path: Path) -> bool:
+    return path.resolve().is_relative_to(shipped("algorithms").resolve())
 
 
 def load_script(path: Path) -> Script:
-    """Run the file, and return its async function of the same name and the Config class that this takes."""
+    """Run the file, and return its async function of the same name and the Config class that this takes.
+
+    A shipped one runs once in a process.
+    """
+    return _shipped_script(path) if _is_shipped(path) else _script(path)
+
+
+@cache
+def _shipped_script(path: Path) -> Script:
+    return _script(path)
+
+
+def _script(path: Path) -> Script:
     try:
         module = import_file(path)
     except ConfigError as error:
@@ -166,7 +182,7 @@ def make_job(source: Path, table: Table, folder: Path, overrides: Sequence[str] 
     named = validate(_Algorithm, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
     script = load_script(find_script(named, source))
     # One schema for the whole file reports all mistakes together, and searches all keys for the nearest.
-    whole = validate(_file_schema(script), {**table, "algorithm": named}, source, overrides, folder)
+    whole = validate(_file_schema(script.schema), {**table, "algorithm": named}, source, overrides, folder)
     values = {name: getattr(whole, name) for name in script.schema.model_fields}
     run = cast("RunConfig", vars(whole)["run"])
     resolved: Table = {"algorithm": named, **whole.model_dump(mode="json")}
@@ -175,8 +191,9 @@ def make_job(source: Path, table: Table, folder: Path, overrides: Sequence[str] 
     return Job(source, script, run, script.schema.model_validate(values), resolved)
 
 
-def _file_schema(script: Script) -> type[Config]:
-    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(RunConfig, RunConfig()))
+@lru_cache(16)
+def _file_schema(schema: type[Config]) -> type[Config]:
+    return create_model("File", __base__=schema, algorithm=(str, ...), run=(RunConfig, RunConfig()))
 
 
 def _without_algorithm(source: Path, table: Table, folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -190,7 +207,7 @@ def _without_algorithm(source: Path, table: Table, folder: Path, overrides: Sequ
     if isinstance(own, dict):  # of another project, whose keys have their own hints
         table = {**table, **{f"algorithm.{key}": value for key, value in own.items()}}
     judged = [
-        mistakes_in(_file_schema(load_script(path)), {**table, "algorithm": name}, source, overrides, folder)
+        mistakes_in(_file_schema(load_script(path).schema), {**table, "algorithm": name}, source, overrides, folder)
         for name, path in scripts.items()
     ]
     wrong = [[each for each in mistakes if not each.endswith(": is missing")] for mistakes in judged]

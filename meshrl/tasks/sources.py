@@ -134,7 +134,7 @@ class SpellingConfig(Config):
 
 def spelling_rows(config: SpellingConfig) -> Iterator[dict[str, object]]:
     """Yield rows with a `question`, an `answer` and the `word`, with replacement. None if no length is allowed."""
-    words = [word for word in _words() if config.min_word_len <= len(word) <= config.max_word_len]
+    words = _words(config.min_word_len, config.max_word_len)
     for number in range(config.size if words else 0):
         word = Random(config.seed + number).choice(words)
         question = f"Spell this word backward (example: sun -> nus): {word}"
@@ -142,9 +142,10 @@ def spelling_rows(config: SpellingConfig) -> Iterator[dict[str, object]]:
 
 
 @cache
-def _words() -> list[str]:
-    """Read the English words of 3 to 8 letters in reasoning_gym's list `words3to10.txt` (Apache License 2.0)."""
-    return lzma.decompress(files("meshrl.tasks").joinpath("words.txt.xz").read_bytes()).decode().split()
+def _words(shortest: int, longest: int) -> Sequence[str]:
+    """Read English words of some lengths, 3 to 8 at most, in reasoning_gym's `words3to10.txt` (Apache License 2.0)."""
+    words = lzma.decompress(files("meshrl.tasks").joinpath("words.txt.xz").read_bytes()).decode().split()
+    return [word for word in words if shortest <= len(word) <= longest]
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:

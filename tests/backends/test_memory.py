@@ -30,15 +30,15 @@ PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
 WORK = Workload({"dp": 1}, PROMPT, COMPLETION, ROWS, N, gpu=0)
 LLAMA = rl.NewModel(
     characters="".join(map(chr, range(0x4E00, 0x4E00 + 1500))),
-    hidden_size=96, ffn_size=256, layers=5, heads=4, max_tokens=128,
+    hidden_size=96, ffn_size=256, layers=3, heads=4, max_tokens=128,
 )  # fmt: skip
 QWEN = Qwen3Config(
-    hidden_size=128, intermediate_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+    hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
     head_dim=32, vocab_size=2000, max_position_embeddings=256, tie_word_embeddings=False,
 )  # fmt: skip
 CONVOLUTIONS = transformers.Lfm2Config(
-    hidden_size=128, intermediate_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=2000, max_position_embeddings=256, layer_types=["conv"] * 6, tie_word_embeddings=False,
+    hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=2000, max_position_embeddings=256, layer_types=["conv"] * 4, tie_word_embeddings=False,
 )  # fmt: skip
 
 
