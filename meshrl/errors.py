@@ -173,8 +173,8 @@ def is_unknown(error: BaseException) -> bool:
 
     It is discarded, a fault of the machine, or its text says so. The text may also be what a model wrote.
     """
-    told = (each for each in causes_of(error) if isinstance(each, OSError | RuntimeError))
-    return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in told)
+    causes = (each for each in causes_of(error) if isinstance(each, OSError | RuntimeError))
+    return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in causes)
 
 
 def is_discarded(error: BaseException) -> bool:
@@ -274,5 +274,5 @@ class RankDied(MeshrlError):
         )
 
     def __reduce__(self) -> tuple[type["RankDied"], tuple[object, ...]]:
-        told = (self.actor, self.rank, self.axes, self.endpoint, self.pid, self.host, self.reason, self.written)
-        return RankDied, told
+        arguments = (self.actor, self.rank, self.axes, self.endpoint, self.pid, self.host, self.reason, self.written)
+        return RankDied, arguments

@@ -257,7 +257,7 @@ class FirstErrors:
         self._warning = warning
         self._told: set[str] = set()
 
-    def told(self, error: BaseException) -> str:
+    def describe(self, error: BaseException) -> str:
         """Return the error as text of at most 500 characters."""
         text = described(error)[:500]
         # The place identifies a mistake. The message may contain a value of the row.
@@ -290,7 +290,7 @@ async def tried_again(call: Callable[[], Awaitable[T]]) -> T:
                     "Give it what it lacks, such as space (TMPDIR), open files (ulimit -n) or processes (ulimit -u), "
                     "or let less run at once (concurrency)"
                 ) from error
-            _FAULTS.told(error)
+            _FAULTS.describe(error)
         await asyncio.sleep(waits.pop(0))
 
 

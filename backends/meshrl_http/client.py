@@ -126,5 +126,5 @@ class Client:
 
 def _seconds(answer: httpx.Response) -> float:
     """Return the seconds that a server asks to wait. 0 if it does not say."""
-    told = answer.headers.get("Retry-After", "")
-    return min(float(told), 30.0) if told.isdigit() else 0.0
+    header = answer.headers.get("Retry-After", "")
+    return min(float(header), 30.0) if header.isdigit() else 0.0

@@ -171,9 +171,9 @@ class _Sglang:
 
     async def update(self, client: Client, folder: str, tag: str) -> None:
         order = {"model_path": folder, "weight_version": tag, "flush_cache": True, "load_format": "auto"}
-        told = await client.post("/update_weights_from_disk", order)
-        if not told["success"]:
-            raise ModelError(f"{client.url} does not take weights: {told['message']}")
+        answer = await client.post("/update_weights_from_disk", order)
+        if not answer["success"]:
+            raise ModelError(f"{client.url} does not take weights: {answer['message']}")
 
     async def _generate(self, client: Client, ask: Ask, **more: object) -> Any:
         sampling = {

@@ -74,11 +74,11 @@ class Folders:
     def _with_tied(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Repeat tied tensors under their other names, because a server may store them separately."""
         others = self._naming.tied()
-        told = set[str]()
+        logged = set[str]()
         for name, tensor in named:
             for each in (name, *others.get(name, ())):
-                if each not in told:
-                    told.add(each)
+                if each not in logged:
+                    logged.add(each)
                     yield each, tensor if each == name else tensor.clone()
 
 

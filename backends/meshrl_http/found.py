@@ -47,11 +47,11 @@ class Found:
     def __str__(self) -> str:
         longest = f", up to {self.max_tokens} tokens" if self.max_tokens else ""
         weights = "takes new weights" if self.takes_weights else "takes no new weights"
-        told = "at the temperature" if self.tempered else "at temperature 1"
+        drawn = "at the temperature" if self.tempered else "at temperature 1"
         seeds = "" if self.seeded else "; draws by no seed of a row, so that rows cannot be repeated"
         return (
-            f"{self.dialect.title} {self.version} serves {self.model!r}{longest}; {weights}; log-probs are {told}, of "
-            f"{'the whole distribution' if self.whole else 'what top_p and top_k leave'}{seeds}"
+            f"{self.dialect.title} {self.version} serves {self.model!r}{longest}; {weights}; log-probs are {drawn}, "
+            f"of {'the whole distribution' if self.whole else 'what top_p and top_k leave'}{seeds}"
         )
 
     @property

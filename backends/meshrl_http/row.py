@@ -7,7 +7,7 @@ import numpy as np
 from meshrl.data import read_constraint
 from meshrl_http.dialects import Ask, Piece
 from meshrl_inference.engine_side.protocol import Done, Generate, Row
-from meshrl_torch.model.said import stopped_after
+from meshrl_torch.model.decoding import stopped_after
 from meshrl_torch.model.text import Words
 
 _SEEDS = (1 << 63) - 1
@@ -25,7 +25,7 @@ class Decoded:
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Numbers of loads, each with the index of the first new token that was sampled after it."""
     tries: int = 0
-    told: bool = False
+    wanted: bool = False
     """True if it is to be returned as it is."""
     stopped: bool = False
     """True if a stop text is complete."""
@@ -73,7 +73,7 @@ class Decoded:
             return "stop"
         if len(self.tokens) >= self.row.max_tokens:
             return "length"
-        return "abort" if self.told else None
+        return "abort" if self.wanted else None
 
     def done(self) -> Done:
         """Return the row as a message for the sampler."""

@@ -114,7 +114,7 @@ class Server:
             self.next_try = now + max(self._wait, error.after)
             self._wait = min(2 * self._wait, _LATE)
 
-    def told(self) -> str:
+    def state(self) -> str:
         """Describe since when it does not answer, and why."""
         return f"{self.url} for {self.silence:.0f} s: {self._why}"
 
@@ -245,7 +245,7 @@ class Servers(EngineConnection):
                 self._waiting.append(decoded)
             self._fill()
         elif isinstance(order, Abort):
-            self._leave({number for number in order.rows if number in self._rows}, told=order.wanted)
+            self._leave({number for number in order.rows if number in self._rows}, wanted=order.wanted)
         elif isinstance(order, Load):
             self._tasks.add(self._task(self._load(order)))
 
@@ -304,7 +304,7 @@ class Servers(EngineConnection):
                 f"{server.url} has drawn with the weights {piece.tag!r}, and was given {self._tag!r}: another program "
                 "gives it weights too. A server must belong to one sampler"
             )
-        if not piece.tokens and not row.told and not self._held:
+        if not piece.tokens and not row.wanted and not self._held:
             raise NoAnswerError("it ends requests before it has begun them")
         server.answered()
         return piece
@@ -322,13 +322,13 @@ class Servers(EngineConnection):
         done, self._done = self._done, []
         self._tell(Rows(done))
 
-    def _leave(self, numbers: set[int], *, told: bool) -> None:
-        """End rows. With `told`, they are returned as they are."""
+    def _leave(self, numbers: set[int], *, wanted: bool) -> None:
+        """End rows. With `wanted`, they are returned as they are."""
         waited = [row for row in self._waiting if row.row.number in numbers]
         self._waiting = deque(row for row in self._waiting if row.row.number not in numbers)
-        if told:
+        if wanted:
             for number in numbers:
-                self._rows[number].told = True
+                self._rows[number].wanted = True
             for row in waited:
                 self._go_on(row)
             self._tasks.add(self._task(self._interrupt(numbers)))
@@ -495,8 +495,8 @@ class Servers(EngineConnection):
 
 def silent(servers: Sequence[Server], patience: float) -> EngineDied:
     """Return the error for servers that have not answered for long."""
-    told = "; ".join(each.told() for each in servers)
+    silent = "; ".join(each.state() for each in servers)
     return EngineDied(
-        f"no answer from {told} (sampler.http.patience = {patience:g}): start a server, or name others in "
+        f"no answer from {silent} (sampler.http.patience = {patience:g}): start a server, or name others in "
         "sampler.http.urls, and respawn the sampler"
     )

@@ -23,8 +23,8 @@ from meshrl_inference.group import engine_size, gather_gpus, runs_engine
 from meshrl_inference.options import EngineOptions, check_temperature
 from meshrl_inference.process import EngineConnection, EngineProcess, Kind
 from meshrl_torch.model import saving as checkpoint
+from meshrl_torch.model.decoding import stopped_after
 from meshrl_torch.model.loading import folder_of, load, plain_folder, read_words
-from meshrl_torch.model.said import stopped_after
 from meshrl_torch.model.text import Words
 from meshrl_torch.sample.draw import key
 from meshrl_torch.sample.rollouts import Finished, Request, Rollouts
@@ -308,8 +308,8 @@ class EngineSampler(Sampler):
         """Return why these weights cannot be loaded, whatever is in them, or None."""
         of, backend = weights.adapter, self.kind.backend
         if of is None:
-            told = "they are a whole model's, and an engine with adapters keeps its base: publish with adapter=NAME"
-            return told if self._max_rank else None
+            refusal = "they are a whole model's, and an engine with adapters keeps its base: publish with adapter=NAME"
+            return refusal if self._max_rank else None
         if not self.kind.takes_adapters:
             return (
                 f"they are those of the adapter {of.name!r} alone, and the backend {backend!r} needs whole weights: "

@@ -185,13 +185,13 @@ class _SglangEngine:
 
     async def _decode(self, row: Row, keys: dict[str, Any], salt: str) -> None:
         try:
-            told = await self._ask(
+            answer = await self._ask(
                 _name(row.number),
                 np.frombuffer(row.tokens, np.int32).tolist(),
                 {**keys, "max_new_tokens": row.max_tokens, "sampling_seed": row.seed},
                 salt,
             )
-            self.finished.append(_done(row.number, told))
+            self.finished.append(_done(row.number, answer))
         except Exception as error:  # noqa: BLE001 -- the waiter gets it, whatever it is
             self._errors.append(error)
         finally:
@@ -207,8 +207,8 @@ class _SglangEngine:
             rid=name, input_ids=tokens, sampling_params=keys, return_logprob=True, cache_salt=salt, **priority
         )
         last: dict[str, Any] = {}
-        async for told in self._manager.generate_request(request, None):
-            last = told
+        async for answer in self._manager.generate_request(request, None):
+            last = answer
         return last
 
     async def _all_sent(self) -> None:
@@ -257,8 +257,8 @@ class _SglangEngine:
             self._ask(f"{salt} {at}.", tokens, reading, f"{salt} {at}", logprob_start_len=0, priority=_FIRST)
             for at, tokens in enumerate(probe)
         ]
-        told = await asyncio.gather(*asked)
-        return [float(value) for each in told for value, *_ in each["meta_info"]["input_token_logprobs"][1:]]
+        answer = await asyncio.gather(*asked)
+        return [float(value) for each in answer for value, *_ in each["meta_info"]["input_token_logprobs"][1:]]
 
 
 def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
@@ -322,8 +322,8 @@ def _check(answer: tuple[bool, str]) -> None:
         raise RuntimeError(f"SGLang refuses new weights: {why}")
 
 
-def _done(number: int, told: dict[str, Any]) -> Done:
-    facts = told["meta_info"]
+def _done(number: int, answer: dict[str, Any]) -> Done:
+    facts = answer["meta_info"]
     pairs = facts.get("output_token_logprobs") or ()
     tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]
     spans = [(int(span["version"]), int(span["start"])) for span in facts.get("weight_versions") or ()]

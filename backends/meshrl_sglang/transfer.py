@@ -66,22 +66,22 @@ class Sent(msgspec.Struct, frozen=True):
 def load(model: Any, sent: list[tuple[str, torch.Tensor]]) -> None:
     """Load each tensor by its Hugging Face name. Those in shared memory were checked before."""
     ((_, text),) = sent
-    told = msgspec.json.decode(text.cpu().numpy().tobytes(), type=Sent)
-    if told.manifest is None:
-        model.load_weights(naming(told.model).in_files(shared_tensors(told.buckets)))
+    order = msgspec.json.decode(text.cpu().numpy().tobytes(), type=Sent)
+    if order.manifest is None:
+        model.load_weights(naming(order.model).in_files(shared_tensors(order.buckets)))
         return
     kept: dict[str, torch.Tensor] = {}
 
     def load_whole(whole: Iterable[tuple[str, torch.Tensor]]) -> None:
         pairs = list(whole)
-        if told.keeps:
+        if order.keeps:
             kept.update((name, tensor[:_ROWS].to("cpu", copy=True)) for name, tensor in pairs)
         model.load_weights(pairs)
 
     device = next(model.parameters()).device
-    outcome = read_broadcast(told.manifest, told.together, naming(told.model), device, lambda: None, load_whole)
-    answer = Path(told.answers, f"{os.getpid()}.json")
-    if told.keeps:
+    outcome = read_broadcast(order.manifest, order.together, naming(order.model), device, lambda: None, load_whole)
+    answer = Path(order.answers, f"{os.getpid()}.json")
+    if order.keeps:
         save_file(kept, answer.with_suffix(".safetensors"))
     answer.write_bytes(msgspec.json.encode(outcome))
 
@@ -91,10 +91,10 @@ async def read_back(manager: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -
     from sglang.srt.managers.io_struct import GetWeightsByNameReqInput  # noqa: PLC0415 -- in an environment that is set
 
     for name, tensor in tensors:
-        told = await manager.get_weights_by_name(GetWeightsByNameReqInput(name=name, truncate_size=_ROWS))
-        if told is None:
+        rows = await manager.get_weights_by_name(GetWeightsByNameReqInput(name=name, truncate_size=_ROWS))
+        if rows is None:
             raise RuntimeError(f"SGLang cannot tell `{name}` of this model: remove sampler.sglang.verify_weights")
-        if not torch.equal(torch.tensor(told), tensor[:_ROWS].float()):
+        if not torch.equal(torch.tensor(rows), tensor[:_ROWS].float()):
             raise RuntimeError(f"SGLang has another `{name}` than was sent, and its completions cannot be trusted")
 
 

@@ -290,7 +290,7 @@ def _for_adapters(asked: Start) -> dict[str, Any]:
 def _read(output: Any) -> list[float]:
     """Return the log-probability of each token of a prompt except the first, from a finished request."""
     tokens = list(output.prompt_token_ids)[1:]
-    return [told[token].logprob for token, told in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+    return [each[token].logprob for token, each in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
 def _done(output: Any) -> Done:

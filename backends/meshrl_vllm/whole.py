@@ -21,20 +21,20 @@ def _first(restricting: Any) -> None:
     """Patch the part that restricts and samples, and returns tokens and log-probs."""
     forward = restricting.forward
 
-    def told(logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def sample(logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
         restricts = k is not None or p is not None
         whole = logits.log_softmax(-1) if restricts else None  # before `forward`, which may write to the logits
         drawn, left = forward(logits, generators, k, p)
         return drawn, whole if restricts else left
 
-    restricting.forward = told
+    restricting.forward = sample
 
 
 def _second(sampler: Any) -> None:
     """Patch the part that restricts and samples, and returns tokens and logits for later log-probs."""
     draw = sampler._sample_random  # noqa: SLF001 -- vLLM has no other place between temperature and restrictions
 
-    def told(
+    def sample(
         logits: Tensor, rows: object, rows_np: object, places: object, k: Tensor | None, p: Tensor | None, fused: bool
     ) -> tuple[Tensor, Tensor]:
         restricts = k is not None or p is not None
@@ -42,4 +42,4 @@ def _second(sampler: Any) -> None:
         drawn, left = draw(logits, rows, rows_np, places, k, p, fused)
         return drawn, whole if restricts else left
 
-    sampler._sample_random = told  # noqa: SLF001 -- as above
+    sampler._sample_random = sample  # noqa: SLF001 -- as above

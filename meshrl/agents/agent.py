@@ -137,7 +137,7 @@ class Agent:
                     f"an async function could not connect: {described(raised)}. Its client needs no server, but what "
                     "takes the client's URL does: play inside `async with gateway.serving()`"
                 ) from raised
-            error, failed = self._errors.told(raised), not is_unknown(raised)
+            error, failed = self._errors.describe(raised), not is_unknown(raised)
             reward = 0.0 if failed and self._config.errors == "zero" else math.nan
         finally:
             rows = gateway.close(session)

@@ -59,6 +59,6 @@ def why_unknown(batch: Batch) -> str:
     """Say why no row of a step was judged. Empty if one was, or if the columns are remote."""
     if not len(batch) or "rewards" not in batch or "rewards" in batch.elsewhere or not np.isnan(batch.rewards).all():
         return ""
-    told = batch.objects("reward_error") if "reward_error" in batch and "reward_error" not in batch.elsewhere else ()
-    cause = next(filter(None, told), "their `rewards` are NaN: look at what computes them")
+    reasons = batch.objects("reward_error") if "reward_error" in batch and "reward_error" not in batch.elsewhere else ()
+    cause = next(filter(None, reasons), "their `rewards` are NaN: look at what computes them")
     return f"none of the {len(batch)} rows of a step was judged, so nothing can be learned from them: {cause}"

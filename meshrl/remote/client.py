@@ -71,11 +71,11 @@ class Client:
             answer, kind = await self.ask("/api/v1/retrieve_future", wanted, _JSON)
             if kind == MSGPACK:
                 return msgspec.msgpack.decode(answer, type=Made)
-            told = msgspec.json.decode(answer, type=dict[str, object])
-            if "error" in told:
-                raise _error(self.url, str(told["error"]), str(told.get("category")))
-            if told.get("type") != "try_again":
-                return Made(path=str(told.get("path", "")))
+            answered = msgspec.json.decode(answer, type=dict[str, object])
+            if "error" in answered:
+                raise _error(self.url, str(answered["error"]), str(answered.get("category")))
+            if answered.get("type") != "try_again":
+                return Made(path=str(answered.get("path", "")))
 
     async def ask(
         self, path: str, body: bytes | None, kind: str = _JSON, method: str | None = None
@@ -86,9 +86,9 @@ class Client:
         """
         since, wait, why = time.monotonic(), _SOON, ""
         while True:
-            status, answer, told = await _apart(partial(self._attempt, path, body, kind, method))
+            status, answer, sent_as = await _apart(partial(self._attempt, path, body, kind, method))
             if status == HTTPStatus.OK or (status == HTTPStatus.REQUEST_TIMEOUT and b'"try_again"' in answer):
-                return answer, told
+                return answer, sent_as
             text = _text(answer)
             if status and status not in (408, 429, 500, 502, 503, 504):
                 raise Gone(f"{self.url}: {text}") if status == HTTPStatus.GONE else _error(self.url, text, "user")

@@ -142,8 +142,8 @@ class RemotePolicy(Policy):
         path = (await self._ask("save_weights_external", path=name)).path
         where = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
         try:
-            told = await self._client.json(f"training_runs/{where}/external_weights_urls")
-            links = msgspec.convert(told["urls"], dict[str, str])
+            listed = await self._client.json(f"training_runs/{where}/external_weights_urls")
+            links = msgspec.convert(listed["urls"], dict[str, str])
             with _written(Path(folder)) as part:
                 for file, url in links.items():
                     (part / Path(file).name).write_bytes((await self._client.ask(url, None))[0])

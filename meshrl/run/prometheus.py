@@ -23,8 +23,8 @@ def exposition(run: str, numbers: Mapping[str, float]) -> str:
         label = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         if metric not in lines:
             known = metric_info(name)
-            told = " ".join(part for part in (known.meaning, f"Unit: {known.unit}." if known.unit else "") if part)
-            lines[metric] = [f"# HELP {metric} {_escaped(told or name)}", f"# TYPE {metric} gauge"]
+            help_text = " ".join(part for part in (known.meaning, f"Unit: {known.unit}." if known.unit else "") if part)
+            lines[metric] = [f"# HELP {metric} {_escaped(help_text or name)}", f"# TYPE {metric} gauge"]
         sample = f"{metric}{{{label}}} "
         if not any(line.startswith(sample) for line in lines[metric]):
             lines[metric].append(f"{sample}{float(value)!r}")
@@ -53,8 +53,8 @@ class MetricsServer:
                     return self._answer(404, "the numbers are at /metrics\n")
                 return self._answer(200, text())
 
-            def _answer(self, status: int, told: str) -> None:
-                body = told.encode()
+            def _answer(self, status: int, text: str) -> None:
+                body = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Type", _KIND)
                 self.send_header("Content-Length", str(len(body)))

@@ -96,8 +96,8 @@ class Samples:
         """Return the columns of rows as JSON, with the text of each token."""
         plain = [{name: _plain(values) for name, values in columns.items()} for columns in rows]
         texts = self._texts([cast("list[int]", each["tokens"]) for each in plain])
-        told = [{**each, "texts": own} for own, each in zip(texts, plain, strict=True)] if texts else plain
-        return [msgspec.Raw(msgspec.json.encode(each)) for each in told]
+        listed = [{**each, "texts": own} for own, each in zip(texts, plain, strict=True)] if texts else plain
+        return [msgspec.Raw(msgspec.json.encode(each)) for each in listed]
 
     def _texts(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
         """Return the text of each token, empty if no tokenizer is known or one of them has no text."""

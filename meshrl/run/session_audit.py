@@ -54,11 +54,11 @@ def audit_session(folder: Path) -> SessionAudit:
         raise DataError(f"{folder / _EVENTS} has no requests to judge: no client has asked anything, or it was removed")
     order, gradients = list(_out_of_order(requests)), list(_without_gradients(requests))
     models, failed = {each.model for each in requests}, sum(each.error is not None for each in requests)
-    told = f"{len(requests):,} requests of {len(models):,} models, {failed:,} of them failed"
+    counts = f"{len(requests):,} requests of {len(models):,} models, {failed:,} of them failed"
     steps = Counter(each.verb for each in requests if each.error is None)
     made = f"{sum(steps[verb] for verb in (*_STEPS, 'update')):,} steps"
     verdicts = (
-        Verdict("each request of a model has its turn once, in the order of its number", told, order),
+        Verdict("each request of a model has its turn once, in the order of its number", counts, order),
         Verdict("each step has gradients", made, gradients),
     )
     return SessionAudit(folder, status, len(requests), verdicts)

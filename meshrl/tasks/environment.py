@@ -188,13 +188,13 @@ class FunctionEnvironment(Environment):
             await self._code.call("close", number, check=_nothing)
         except RAISED as error:
             unless_cancelled(error)
-            return self._errors.told(error)
+            return self._errors.describe(error)
         return None
 
     async def _fail(self, number: int, error: BaseException) -> tuple[float, str]:
         """Drop an instance. Returns the reward of its episode, NaN if it is unknown in any case, and the error."""
         await self._drop(number)
-        return np.nan if is_unknown(error) else 0.0, self._errors.told(error)
+        return np.nan if is_unknown(error) else 0.0, self._errors.describe(error)
 
 
 class Instances:

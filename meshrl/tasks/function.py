@@ -258,7 +258,7 @@ class FunctionReward(Reward):
 
     def _told(self, part: _Part, value: float, error: BaseException | None) -> tuple[float, str | None]:
         """Return a value, and its error as text with the name of its function."""
-        text = self._errors.told(error) if error else None
+        text = self._errors.describe(error) if error else None
         return value, f"{part.name}: {text}" if text and part.name else text
 
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from meshrl.errors import DataError, MeshrlError
 from meshrl.remote import Call, Generate
-from meshrl.tinker import library, told
+from meshrl.tinker import library, listings
 from meshrl.tinker.asks import (
     AtPath,
     Finish,
@@ -229,7 +229,7 @@ class Api:
             {
                 "training_run_ids": [each.id for each in shelf.models() if each.session == session.id],
                 "sampler_ids": shelf.samplers(session.id),
-                "user_metadata": told.texts(session.user_metadata),
+                "user_metadata": listings.texts(session.user_metadata),
             }
         )
 
@@ -247,12 +247,12 @@ class Api:
                 found.append(
                     {
                         "session_id": each.id,
-                        "created_at": told.date(each.created),
+                        "created_at": listings.date(each.created),
                         "owner": tenant,
                         "project_id": each.project_id or "default",
                         "checkpoints_count": len(counts.get(each.id, ())),
                         "display_name": each.display_name,
-                        "user_metadata": told.texts(each.user_metadata),
+                        "user_metadata": listings.texts(each.user_metadata),
                         "checkpoint_storage_bytes": sum(one.size_bytes for one in counts.get(each.id, ())),
                     }
                 )
@@ -353,7 +353,7 @@ class Api:
         body, kind = reply(result, binary=PROTOBUF in request.headers.get("accept", ""))
         if asked.allow_metadata_only and len(body) > _INLINE:
             return _json({"status": "complete_metadata", "response_payload_size": len(body)})
-        self._samples.told(tenant, asked.request_id)
+        self._samples.sent(tenant, asked.request_id)
         return Response(body, media_type=kind)
 
     async def _result(self, tenant: str, name: str) -> Result | None:
@@ -441,17 +441,17 @@ class Api:
 
     def _described(self, tenant: str, model: Model) -> dict[str, object]:
         found = sorted(self._service.library.shelf(tenant).checkpoints(model.id), key=lambda each: each.time)
-        last = {each.kind: told.checkpoint(each) for each in found}
+        last = {each.kind: listings.checkpoint(each) for each in found}
         return {
             "training_run_id": model.id,
             "base_model": model.base_model,
             "model_owner": tenant,
             "is_lora": model.rank is not None,
             "lora_rank": model.rank,
-            "last_request_time": told.date(max([model.created, *(each.time for each in found)])),
+            "last_request_time": listings.date(max([model.created, *(each.time for each in found)])),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),
-            "user_metadata": told.texts(model.user_metadata),
+            "user_metadata": listings.texts(model.user_metadata),
         }
 
     async def _checkpoints(self, tenant: str, request: Request) -> Response:
@@ -462,7 +462,7 @@ class Api:
         cursor: dict[str, int] | None = None
         if model is None:
             found, cursor = _page(found, request)
-        return _json({"checkpoints": [told.checkpoint(each) for each in found], "cursor": cursor})
+        return _json({"checkpoints": [listings.checkpoint(each) for each in found], "cursor": cursor})
 
     async def _weights_info(self, tenant: str, request: Request) -> Response:
         asked = await self._read(request, AtPath)
@@ -526,7 +526,7 @@ class Api:
             place = f"/files/{tenant}/{quote(found.model.id)}/{found.path.rpartition('/')[2]}/{quote(file)}"
             signed = self._signature(tenant, found.path, file, until)
             urls[file] = f"{str(request.base_url).rstrip('/')}{place}?until={until}&signature={signed}"
-        return _json({"urls": urls, "expires": told.date(until)})
+        return _json({"urls": urls, "expires": listings.date(until)})
 
     def _signature(self, tenant: str, path: str, file: str, until: int) -> str:
         text = "\n".join((tenant, path, file, str(until)))

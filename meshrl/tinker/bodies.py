@@ -38,12 +38,12 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
                 body += piece
             if size > _DRAINED * most:
                 break
-    said = f"the body has more than {most >> 20} MiB (tinker.body_mib): send fewer rows at once"
+    message = f"the body has more than {most >> 20} MiB (tinker.body_mib): send fewer rows at once"
     raw = bytes(body)
     if kind == "zstd":
         raw = _decompressed(raw, most + 1, partial=size > most)
     if size > most or len(raw) > most:
-        raise TooLarge(said, raw[: 1 << 16])
+        raise TooLarge(message, raw[: 1 << 16])
     return raw
 
 

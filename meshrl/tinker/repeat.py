@@ -1,4 +1,4 @@
-"""Repeat what a server's journals recorded, and compare each result with the one that was told, bit for bit."""
+"""Repeat what a server's journals recorded, and compare each result with the one that was recorded, bit for bit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ async def replay(config: ServedConfig) -> list[Replayed]:
 
 
 async def _model(service: Service, tenant: str, model: str, scratch: Path) -> Replayed:
-    asked, told = _recorded(service.library.shelf(tenant).model_folder(model))
+    asked, recorded = _recorded(service.library.shelf(tenant).model_folder(model))
     if asked and min(asked) > 0:
         raise DataError(
             f"the journal of {model} begins with request {min(asked)}: what came before was removed when a state was "
@@ -62,8 +62,8 @@ async def _model(service: Service, tenant: str, model: str, scratch: Path) -> Re
     queue = ModelQueue(model, tenant, Journal(scratch), Room(1, 1, lambda _: 1))
     await service.models.create(service.model(tenant, model))
     compared, differences = 0, list[str]()
-    for number in sorted(asked.keys() & told.keys()):
-        request, before = asked[number], told[number]
+    for number in sorted(asked.keys() & recorded.keys()):
+        request, before = asked[number], recorded[number]
         if isinstance(before, Failure) or not _is_repeated(request):
             continue
         compared += 1
@@ -83,13 +83,13 @@ async def _model(service: Service, tenant: str, model: str, scratch: Path) -> Re
 
 def _recorded(folder: Path) -> tuple[Mapping[int, Request], Mapping[int, Result]]:
     asked: dict[int, Request] = {}
-    told: dict[int, Result] = {}
+    recorded: dict[int, Result] = {}
     for record, _ in records_in(folder):
         if isinstance(record, Asked):
             asked[record.number] = record.request
         else:
-            told[record.number] = record.result
-    return asked, told
+            recorded[record.number] = record.result
+    return asked, recorded
 
 
 def _is_repeated(request: Request) -> bool:

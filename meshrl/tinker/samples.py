@@ -69,7 +69,7 @@ class Kept:
         elif known.get_name() != digest:
             raise Conflict(f"the sample {name} came before with other content: each number is one request")
 
-    def told(self, tenant: str, name: str) -> None:
+    def sent(self, tenant: str, name: str) -> None:
         """Note that a result was sent. It is kept for a client that lost it, as long as nobody else needs its room."""
         if self.get(tenant, name) is not None:
             self._tasks[tenant].move_to_end(name, last=False)

@@ -107,10 +107,10 @@ async def _working(service: Service, desk: Desk) -> None:
 
 def _told(config: ServedConfig) -> dict[str, object]:
     """Return the configuration as the run's folder tells it: without what keys could be guessed from."""
-    told: dict[str, object] = config.model_dump(mode="json", exclude={"tinker": {"tenants": True}})
+    table: dict[str, object] = config.model_dump(mode="json", exclude={"tinker": {"tenants": True}})
     quotas = {name: each.model_dump(exclude={"key_sha256"}) for name, each in config.tinker.tenants.items()}
-    cast("dict[str, object]", told["tinker"])["tenants"] = quotas
-    return told
+    cast("dict[str, object]", table["tinker"])["tenants"] = quotas
+    return table
 
 
 def _most_requests(config: ServedConfig, tenant: str) -> int:

@@ -8,10 +8,10 @@ from meshrl.agents import HERMES, LLAMA, Message, Tool
 from meshrl.data import Batch, Constraint, Images, names_in
 from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling, masks_of
+from meshrl_torch.model.decoding import completion_texts
 from meshrl_torch.model.loading import folder_of, new_config, new_tokenizer, new_vision, read_words
 from meshrl_torch.model.masks import check_grammar, grammars_of, plain_lark
 from meshrl_torch.model.rows import encoded, judged
-from meshrl_torch.model.said import said_in
 from meshrl_torch.model.text import (
     Template,
     Words,
@@ -78,7 +78,7 @@ class HuggingFaceChat:
 
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode tokens that continue others, without those that end a text."""
-        return said_in(self._words, [tokens], [after])[0]
+        return completion_texts(self._words, [tokens], [after])[0]
 
     def check(self, constraint: Constraint) -> None:
         """Raise DataError if the sampler cannot begin an answer under a constraint, or llguidance is missing."""

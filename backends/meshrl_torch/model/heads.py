@@ -123,8 +123,8 @@ class ScoreModel:
             rewards[row] = 0
         if errors and not self._warned:
             self._warned = True
-            told = f"a row cannot be judged; it gets {OUTCOMES[self._on_error]}"
-            log.warning(told, rows=len(errors), error=next(iter(errors.values())))
+            message = f"a row cannot be judged; it gets {OUTCOMES[self._on_error]}"
+            log.warning(message, rows=len(errors), error=next(iter(errors.values())))
         return with_rewards(batch, rewards, [errors.get(row) for row in range(len(batch))], self._on_error)
 
     def encode(self, batch: Batch) -> Batch:

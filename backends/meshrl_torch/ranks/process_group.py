@@ -167,14 +167,14 @@ def _told_by_all(store: Store, rank: Rank, name: str, own: str) -> list[str]:
     return [store.get(f"{name}/{index}").decode() for index in range(rank.size)]
 
 
-def _check_devices(told: Sequence[str]) -> None:
+def _check_devices(devices: Sequence[str]) -> None:
     """Raise ConfigError on all ranks before they would wait for each other. `told`: each's device, GPU, complaint."""
     owners: dict[str, int] = {}
-    for index, text in enumerate(told):
+    for index, text in enumerate(devices):
         kind, gpu, lacks = text.split(":", 2)
         if lacks:
             raise ConfigError(f"rank {index}: {lacks}")
-        if kind != (first := told[0].partition(":")[0]):
+        if kind != (first := devices[0].partition(":")[0]):
             alike = first.startswith("cuda") and kind.startswith("cuda")
             gpus = "" if alike else "give the mesh gpus = 1, so that each rank has a GPU, and "
             raise ConfigError(

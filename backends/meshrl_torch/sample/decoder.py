@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl_torch.model.decoding import decode, reach_of
 from meshrl_torch.model.masks import ALL, grammars_of, restricted
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import runs
-from meshrl_torch.model.said import decode, reach_of
 from meshrl_torch.sample.cache import Slots
 from meshrl_torch.sample.draw import Draw, UInt64
 from meshrl_torch.sample.rollouts import Finished, Ints, Request, unread, versions_of

@@ -26,10 +26,10 @@ from meshrl.errors import DataError
 from meshrl.mesh import Array
 from meshrl.roles import Sampling
 from meshrl_torch.model.adapted import Names
+from meshrl_torch.model.decoding import TAIL, completion_texts, decode, opened_in
 from meshrl_torch.model.packing import runs
 from meshrl_torch.model.routing import COLUMN
 from meshrl_torch.model.rows import observed
-from meshrl_torch.model.said import TAIL, decode, opened_in, said_in
 from meshrl_torch.model.text import Words, encode_prompts, images_in, messages_of, prompts_of
 from meshrl_torch.model.vision import images_of
 
@@ -203,11 +203,11 @@ class Rollouts:
         oldest = versions_of(self._adapters[finished.rows], versions).astype(np.int32)
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
-        prompts, said = _split(finished.tokens, offsets, finished.prompts)
+        prompts, sampled = _split(finished.tokens, offsets, finished.prompts)
         is_own = self._continued or self._words.chat is None  # no template opens what the prompt's text ends with
         given = rows.objects("prompt") if is_own and "prompt" in rows and len(rows) else [""] * len(rows)
         opened = opened_in(self._words, prompts, [each if isinstance(each, str) else "" for each in given])
-        texts = said_in(self._words, said, prompts, self.request.ends, self._sampling.stop)
+        texts = completion_texts(self._words, sampled, prompts, self.request.ends, self._sampling.stop)
         more: dict[str, Ragged | list[tuple[str, ...]]] = {}
         if self._routed[0]:
             more[COLUMN] = Ragged(finished.experts, offsets, source=Source("sampler"))
@@ -340,8 +340,8 @@ class Rollouts:
         begun = self.rows.tokens.lengths > request.starts
         stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
         if request.stop:
-            prompts, said = _split(values, offsets, request.starts)
-            texts = decode(self._words, said, prompts)
+            prompts, sampled = _split(values, offsets, request.starts)
+            texts = decode(self._words, sampled, prompts)
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
 
@@ -384,5 +384,5 @@ def _split(tokens: Array, offsets: Ints, starts: Ints) -> tuple[list[list[int]],
     """Return the last tokens of each prompt, and the completions."""
     begins = (offsets[:-1] + starts).tolist()
     prompts = zip(offsets[:-1].tolist(), begins, strict=True)
-    said = [tokens[begin:end].tolist() for begin, end in zip(begins, offsets[1:].tolist(), strict=True)]
-    return [tokens[max(start, end - TAIL) : end].tolist() for start, end in prompts], said
+    sampled = [tokens[begin:end].tolist() for begin, end in zip(begins, offsets[1:].tolist(), strict=True)]
+    return [tokens[max(start, end - TAIL) : end].tolist() for start, end in prompts], sampled

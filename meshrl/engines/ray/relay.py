@@ -131,9 +131,9 @@ class Relay:
             stop = before[-1]
             link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
             slot = LinkSlot(link.meeting, next(link.numbers))
-            told = await unless_silent(stop, stop.handle.hand_on.remote(key, before, slot))
-            if told is not None:
-                arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", told))
+            answer = await unless_silent(stop, stop.handle.hand_on.remote(key, before, slot))
+            if answer is not None:
+                arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", answer))
                 _in_thread(link.receive, arrival.flow, slot.number)
                 return arrival
         raise DataError(f"{stop.home} cannot forward it by a collective: torch is not installed there")

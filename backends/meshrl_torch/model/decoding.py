@@ -1,4 +1,4 @@
-"""From tokens to what a model said: the texts that rewards, stop texts, environments and agents get."""
+"""Decodes tokens into the texts that rewards, stop texts, environments and agents get."""
 
 from collections.abc import Collection, Sequence
 from typing import Final, cast
@@ -12,14 +12,14 @@ TAIL: Final = 16
 """Tokens in which the tag that a prompt ends with is."""
 
 
-def said_in(
+def completion_texts(
     words: Words,
     rows: Sequence[Sequence[int]],
     before: Sequence[Sequence[int]],
     ends: Collection[int] = (),
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Decode what a model said after the tokens `before` each row, up to a stop text.
+    """Decode the completion after the tokens `before` each row, up to a stop text.
 
     Padding, the tokens that end a text, and `ends` have no text. A stop text may name them.
     """

@@ -1,4 +1,4 @@
-"""How answers tell dates, metadata and checkpoints, as JSON."""
+"""Dates, metadata and checkpoints as the answers list them in JSON."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
 
 
 def checkpoint(each: Checkpoint) -> dict[str, object]:
-    """Return what a list says of a checkpoint."""
+    """Return the entry of a checkpoint in a list."""
     return {
         "checkpoint_id": each.name,
         "checkpoint_type": each.kind,
