@@ -45,6 +45,8 @@ class SpellingConfig(vf.TasksetConfig):
 
 
 class SpellingTaskset(vf.Taskset[SpellingTask, SpellingConfig]):
+    """Words to spell backward."""
+
     @classmethod
     def toolsets(cls, config: SpellingConfig) -> list[vf.Toolset]:
         return [SpellingTools(config.tools)]
@@ -61,13 +63,15 @@ class SpellingTaskset(vf.Taskset[SpellingTask, SpellingConfig]):
 
 
 class SpellingHarness(vf.Harness[vf.HarnessConfig]):
+    """Asks the model, and calls the tools that it wants, three times at most."""
+
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     @cached_property
     def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=None)
+        return httpx.AsyncClient(timeout=600)
 
     @cached_property
     def _servers(self) -> dict[str, tuple[MCPConnection, list[dict[str, Any]]]]:
