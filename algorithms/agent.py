@@ -28,8 +28,8 @@ class AgentConfig(rl.AlgorithmConfig):
     prompt."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     credit: Credit = "episode"
-    """`episode`: all answers get the episode's advantage. `traces`: each gets its trace's. `turns`: each gets that of the
-    rewards from its turn on."""
+    """`episode`: all answers get the episode's advantage. `traces`: each gets its trace's. `turns`: each gets that of
+    the rewards from its turn on."""
     ahead: int = 0
     """Published weight versions that episodes may be behind. Above 0, episodes run while the policy trains."""
     prompts: int = 64

@@ -128,47 +128,57 @@ class _Process:
             )
         finalize(self, _end, self._process, folder)
         try:
-            self.ask({"rows": 0})
-        except EpisodeFailed as error:
+            self._exchange({"rows": 0})
+        except (EpisodeFailed, OSError) as error:
             self._process.terminate()
             raise ConfigError(
-                f"{self._source}: cannot be loaded by {self._python}: {error}. Packages are installed there with "
-                f"{self._python} -m pip install"
+                f"{self._source}: cannot be loaded by {self._python}: {error}. Packages are installed there "
+                f"with {self._python} -m pip install"
             ) from error
+
+    def _restart(self, ended: "subprocess.Popen[bytes]") -> None:
+        with self._starting:
+            if self._process is ended:
+                ended.wait()
+                self._start()
 
     def ask(self, request: Mapping[str, object]) -> object:
         """Return the answer to a request. EpisodeFailed if it has none."""
+        process = self._process
+        try:
+            return self._exchange(request)
+        except OSError:
+            self._restart(process)
+            return self._exchange(request)
+
+    def _exchange(self, request: Mapping[str, object]) -> object:
         with socket.socket(socket.AF_UNIX) as connection:
-            try:
-                connection.connect(self._path)
-                connection.sendall(json.dumps(request).encode() + b"\n")
-                with connection.makefile("rb") as answer:
-                    return _value(answer.read())
-            except OSError as error:
-                raise EpisodeFailed(f"its process has ended: {described(error)}") from error
+            connection.connect(self._path)
+            connection.sendall(_line(request))
+            with connection.makefile("rb") as answer:
+                return _value(answer.read())
 
     async def play(self, request: Mapping[str, object]) -> object:
         """Return the outcome of an episode. It ends if this call is cancelled. EpisodeFailed if it failed."""
-        if self._process.poll() is not None:
-            await asyncio.to_thread(self._restart)
+        process = self._process
         try:
             reader, writer = await asyncio.open_unix_connection(self._path)
-        except OSError as error:
-            raise EpisodeFailed(f"its process has ended: {described(error)}") from error
+        except OSError:
+            await asyncio.to_thread(self._restart, process)
+            reader, writer = await asyncio.open_unix_connection(self._path)
         try:
-            writer.write(json.dumps(request, default=str).encode() + b"\n")
+            writer.write(_line(request))
             return _value(await reader.read())
-        except OSError as error:
+        except ConnectionError as error:
             raise EpisodeFailed(f"its process has ended: {described(error)}") from error
         finally:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
 
-    def _restart(self) -> None:
-        with self._starting:
-            if self._process.poll() is not None:
-                self._start()
+
+def _line(request: Mapping[str, object]) -> bytes:
+    return json.dumps(request, default=str).encode() + b"\n"
 
 
 def _value(answer: bytes) -> object:

@@ -169,7 +169,8 @@ async def main() -> None:
     except Exception as error:  # noqa: BLE001 -- a package of a user's may raise anything
         listening.setblocking(True)
         connection, _ = listening.accept()
-        with connection:
+        with connection, connection.makefile("rb") as request:
+            request.readline()
             connection.sendall(_told(error))
         return
 
