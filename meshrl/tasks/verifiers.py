@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, which play in a process of their own, in a Python of their own.
+"""Environments of the library `verifiers`, which play in a separate process, by a separate Python.
 
 The library pins packages that meshrl has in other versions, so it need not be installed where meshrl is. Its harness,
 runtime, tools, judges and rewards are its own. The model that it asks is the gateway.

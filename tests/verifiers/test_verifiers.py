@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import subprocess
+import tomllib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from meshrl import Batch, Sampling, Task, TaskConfig
 from meshrl.agents import Agent, AgentConfig, Agents, Episode, Gateway
 from meshrl.errors import ConfigError
+from meshrl.run import copy_script
 from meshrl.testing import ScriptedSampler
 from tests.agents.talks import ASSISTANT, END, ChatML, line, merged
 
@@ -130,6 +132,14 @@ async def test_a_failure_is_data_and_a_process_that_ends_is_started_again() -> N
     assert "its process has ended" in str(episode.error)
     episode, _ = await played("verifiers:seats", given, ["4", "1"])
     assert (episode.error, episode.reward) == (None, 1.0)
+
+
+def test_a_new_configuration_plays_the_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert [path.name for path in copy_script("verifiers:spelling", folder)] == ["agent.py", "config.toml"]
+    told = tomllib.loads((folder / "config.toml").read_text("utf-8"))
+    assert told["task"] == {"source": "verifiers:spelling", "held_out": "all"}
+    assert told["agent"] == {"source": "verifiers:spelling", "options": {"env": {"agent": HERE}}}
 
 
 def test_what_is_missing_is_named() -> None:
