@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
@@ -88,8 +89,8 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
         stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
     if "metrics" in batch and len(batch):
         told = cast("Sequence[Mapping[str, float]]", batch.objects("metrics"))
-        names = dict.fromkeys(name for each in told for name in each)
-        stats |= {f"agent/{name}": float(np.mean([each[name] for each in told if name in each])) for name in names}
+        own = {name: [each[name] for each in told if name in each] for name in dict.fromkeys(chain(*told))}
+        stats |= {f"agent/{name}": float(np.mean(values)) for name, values in own.items()}
     if "staleness" in batch and len(batch):
         versions = batch.row("staleness")
         stats |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
