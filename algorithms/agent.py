@@ -12,7 +12,7 @@ from typing import Literal
 
 import meshrl as rl
 
-Credit = Literal["episode", "turns"]
+Credit = Literal["episode", "traces", "turns"]
 
 
 class AgentConfig(rl.AlgorithmConfig):
@@ -28,7 +28,8 @@ class AgentConfig(rl.AlgorithmConfig):
     prompt."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     credit: Credit = "episode"
-    """`episode`: all answers get the episode's advantage. `turns`: each gets that of the rewards from its turn on."""
+    """`episode`: all answers get the episode's advantage. `traces`: each gets its trace's. `turns`: each gets that of
+    the rewards from its turn on."""
     ahead: int = 0
     """Published weight versions that episodes may be behind. Above 0, episodes run while the policy trains."""
     prompts: int = 64
@@ -39,6 +40,10 @@ class AgentConfig(rl.AlgorithmConfig):
 def credited(batch: rl.Batch, credit: Credit) -> rl.Batch:
     if credit == "turns":
         return batch.assign(advantages=rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups))
+    if credit == "traces":
+        return batch.assign(
+            advantages=rl.trace_advantages(batch.ragged("trace_rewards"), batch.ragged("turn_traces"), batch.groups)
+        )
     return batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
 
 

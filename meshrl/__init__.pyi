@@ -57,6 +57,7 @@ from .algo import rewards_to_go as rewards_to_go
 from .algo import score_columns as score_columns
 from .algo import score_metrics as score_metrics
 from .algo import step_score_metrics as step_score_metrics
+from .algo import trace_advantages as trace_advantages
 from .algo import turn_advantages as turn_advantages
 from .algo import whiten as whiten
 from .algo import with_labels as with_labels

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshrl.agents.command import Container, Output, result_of, run
 from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.agents.protocol import MODEL
-from meshrl.data import OUTCOMES, Batch, with_rewards
+from meshrl.data import OUTCOMES, Batch, Ragged, with_rewards
 from meshrl.errors import ConfigError, DataError, causes_of, described, is_of_machine, is_unknown, shortened
 from meshrl.roles import Sampling
 from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
@@ -58,6 +58,12 @@ class Episode:
     turn_rewards: NDArray[np.float32]
     """Reward of each answer in order, float32[turns]: the program's values, or else `reward` on the last answer. If the
     episode failed, `reward` on each."""
+    turn_traces: NDArray[np.int32]
+    """The trace of each answer, int32[turns]: a number from 0 on. 0 for all, unless the program names traces."""
+    trace_rewards: NDArray[np.float32]
+    """Reward of each answer's trace, float32[turns]. NaN for a trace that is not learned."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Other numbers that the program returned."""
 
 
 class Agent:
@@ -123,9 +129,11 @@ class Agent:
         """Return the episode, and whether it failed. Raises a fault of the machine."""
         session, output = gateway.open(sampling), self._output()
         reward, error, turns, failed = math.nan, None, None, False
+        traces, metrics = dict[str, float](), dict[str, float]()
         try:
             result = await self._result(gateway, session, row, output)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
+            traces, metrics = _numbers_of(result, "traces", math.nan), _numbers_of(result, "metrics")
         except RAISED as raised:  # a user's program may raise anything: the exception is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -144,7 +152,11 @@ class Agent:
         rows = with_rewards(rows, np.full(len(rows), reward), [error] * len(rows), "zero")
         answers = len(session.conversation)
         by_turn = np.full(answers, reward, np.float32) if error else _by_turn(reward, turns, answers)
-        return Episode(rows, reward, error, answers, tries, output.text, by_turn), failed
+        askers = session.askers if traces else [""] * answers
+        of_trace = np.array([traces.get(each, math.nan) if traces else reward for each in askers], np.float32)
+        numbers = np.array([[*dict.fromkeys(askers)].index(each) for each in askers], np.int32)
+        rows = _without(rows, np.flatnonzero(np.isnan(of_trace)))
+        return Episode(rows, reward, error, answers, tries, output.text, by_turn, numbers, of_trace, metrics), failed
 
     def _output(self) -> Output:
         """Choose the file for the next command's output, and delete the oldest one."""
@@ -319,6 +331,27 @@ def _turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
             "one for each answer, in their order"
         )
     return [finite(reward) for reward in cast("Sequence[object]", turns)]
+
+
+def _numbers_of(result: object, name: str, null: float | None = None) -> dict[str, float]:
+    """Read a table of numbers of the result, empty without it. `null`: what a null means, if it is allowed."""
+    table = cast("Mapping[str, object]", result).get(name) if isinstance(result, Mapping) else None
+    if table is None:
+        return {}
+    if not isinstance(table, Mapping):
+        raise TypeError(f"`{name}` of the result is {table!r:.80}: give a table of numbers")
+    given = cast("Mapping[object, object]", table)
+    return {str(key): null if value is None and null is not None else finite(value) for key, value in given.items()}
+
+
+def _without(rows: Batch, answers: NDArray[np.int64]) -> Batch:
+    """Learn nothing from these answers."""
+    if not len(answers) or not len(rows):
+        return rows
+    mask, turn = rows.loss_mask, rows.ragged("turn")
+    return rows.assign(
+        loss_mask=Ragged(np.asarray(mask.values, np.bool_) & ~np.isin(turn.values, answers), mask.offsets)
+    )
 
 
 def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:

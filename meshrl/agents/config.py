@@ -21,9 +21,9 @@ class AgentConfig(Config):
 
     source: Annotated[str, CODE] = ""
     """A function, async or not: `file.py:function` or `package.module:function`. It gets a client of the package openai
-    and the task's row, and returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
+    and the task's row, and returns the reward. Or `verifiers:TASKSET`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
-    """For verifiers: arguments for loading the environment, as in the task."""
+    """For verifiers: `python` and `env`, as in the task."""
     command: tuple[str, ...] = ()
     """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, the same
     with ANTHROPIC, and the row is on its standard input as JSON. The last line of its output is the reward."""

@@ -107,6 +107,8 @@ class Session:
     conversation: Conversation = field(repr=False)
     failure: Exception | None = None
     """What the sampler raised, which is not the program's fault. Reset to None by the next answer."""
+    askers: list[str] = field(default_factory=list[str], repr=False)
+    """Who asked for each answer: the request's header X-Session-ID, or ""."""
     draws: dict["asyncio.Future[list[Answer]]", Prompt] = field(default_factory=dict, repr=False)
     """The answers that its requests wait for, each with its prompt."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
@@ -287,6 +289,7 @@ class Gateway:
             return Response(status_code=_LEFT)
         for choice in choices:
             conversation.answer(prompt, choice.drawn, choice.said)
+            session.askers.append(request.headers.get("x-session-id", ""))
         reply = body.reply(asked, f"{session.id}-{len(conversation)}", choices, len(prompt.tokens), self._chat)
         if body.stream:
             return protocol.EventStream(reply.events(), self.config.timeout)

@@ -84,6 +84,22 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
     return Ragged.of([np.nan_to_num(np.cumsum(row[::-1])[::-1]) for row in rows], np.float32)
 
 
+def trace_advantages(rewards: Ragged, traces: Ragged, groups: ArrayLike) -> Ragged:
+    """Standardise the reward of each trace over all traces of its group. Each answer gets that of its trace.
+
+    `rewards` and `traces` are ragged, float and int, with one value for each turn of a row: the reward and the number
+    of its trace. `groups` is int[rows]. Returns ragged float32, one value for each turn, 0 where the reward is unknown.
+    With one trace in each row these are the values of `group_advantages`. Raises DataError if a reward is infinite.
+    """
+    own = [np.unique(row, return_index=True, return_inverse=True)[1:] for row in traces]
+    firsts = [row[first] for row, (first, _) in zip(rewards, own, strict=True)]
+    compared = Ragged.of(firsts, np.float32)
+    compared = Ragged(
+        group_advantages(compared.values, np.repeat(np.asarray(groups), compared.lengths)), compared.offsets
+    )
+    return Ragged.of([row[number] for row, (_, number) in zip(compared, own, strict=True)], np.float32)
+
+
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Subtract from each reward the mean of the *other* rewards of its group.
 

@@ -153,7 +153,9 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
 
 @app.command()
 def new(
-    algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo.")],
+    algorithm: Annotated[
+        str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo, or verifiers:TASKSET.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
 ) -> None:
     """Copy an algorithm, its configuration, some rows and a reward into a folder, as a starting point."""

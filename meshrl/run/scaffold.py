@@ -43,12 +43,17 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
 
     These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` if the
     algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
-    folder. Raises ConfigError if one of these files exists already. Nothing is overwritten.
+    folder. `verifiers:TASKSET` instead of an algorithm is `agent` in that environment, which has the rows and plays
+    the program. Raises ConfigError if one of these files exists already. Nothing is overwritten.
     """
+    environment = algorithm if algorithm.startswith("verifiers:") else ""
+    algorithm = "agent" if environment else algorithm
     script = find_script(algorithm)
     shipped = shipped_configs()[f"{algorithm}/quickstart"]
-    config = _config(shipped.read_text("utf-8"), script.name, folder)
-    texts = {script.name: script.read_text("utf-8"), _CONFIG: config, _TASK: "".join(_rows())}
+    config = _config(shipped.read_text("utf-8"), script.name, folder, environment)
+    texts = {script.name: script.read_text("utf-8"), _CONFIG: config}
+    if not environment:
+        texts[_TASK] = "".join(_rows())
     if f'"{_REWARD}:' in config:
         texts[_REWARD] = _FUNCTION
     if f'"{_PROGRAM}:' in config:
@@ -73,17 +78,21 @@ def writer_of(model: Path) -> str | None:
     return None
 
 
-def _config(shipped: str, script: str, folder: Path) -> str:
+def _config(shipped: str, script: str, folder: Path, environment: str) -> str:
     name = re.sub(r"[^\w.-]", "-", folder.resolve().name).lstrip("-.") or "mine"
     _, _, text = shipped.partition("\n#\n")
     # The chat template of an agent's model ends the prompt.
     table = _TABLE.replace("PROMPT", "{question}" if "\n[agent]\n" in text else "{question}>")
+    program = f'"{_PROGRAM}:solve"'
+    if environment:
+        table = f'[task]\nsource = "{environment}"\nheld_out = "all"\n'
+        program = f'"{environment}"\n\n[agent.options.env.agent]\nruntime = {{ type = "subprocess" }}'
     changes = {
         r"^algorithm\s*=.*$": f'algorithm = "{script}"',
         r"(?<=^\[run\]\n)name\s*=.*$": f'name = "{name}"',
         r"^\[task\]\n(?:(?!\[).*\n)*?(?=\n*(?:\[|\Z))": table,
         r'(?<=^function = )"exact_match"$': f'"{_REWARD}:reward"',
-        r'(?<=^source = )"meshrl\.agents\.speller:solve"$': f'"{_PROGRAM}:solve"',
+        r'(?<=^source = )"meshrl\.agents\.speller:solve"$': program,
     }
     for pattern, value in changes.items():
         text = re.sub(pattern, value.replace("\\", r"\\"), text, flags=re.MULTILINE)

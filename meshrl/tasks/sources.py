@@ -55,12 +55,13 @@ class TaskConfig(Config):
 
     source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
     """Where the rows come from: a .jsonl or .parquet file, a dataset of the hub (`hf:ORG/NAME` or
-    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `meshrl:shapes`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
+    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `meshrl:shapes`, `reasoning_gym:NAME`, or `verifiers:TASKSET`."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Options of the source. For spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000) and `seed`
     (0). For shapes: `size` (2,000), `pixels` (32) and `seed` (0). For reasoning_gym: `size`, `seed` and the dataset's
-    own options. For verifiers: arguments for loading the environment. For the hub: arguments of
-    `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split` ("train")."""
+    own options. For verifiers: `python`, the Python that it is installed in (".venv-verifiers/bin/python"), `size`,
+    the most tasks to read, and `env`, the library's own table. For the hub: arguments of `datasets.load_dataset`, such
+    as `name`, the dataset's configuration, and `split` ("train")."""
     prompt: str = "{question}"
     """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
     table, and `{{` is a brace."""
@@ -219,7 +220,7 @@ def _file_rows(config: TaskConfig) -> Iterator[tuple[str, Row]]:
     if path.suffix not in readers:
         raise DataError(
             f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {SPELLING}, "
-            "reasoning_gym:NAME or verifiers:ENV_ID"
+            "reasoning_gym:NAME or verifiers:TASKSET"
         )
     if config.options:
         raise DataError(f"task source {config.source!r}: a file takes no options: write task.options = {{}}")

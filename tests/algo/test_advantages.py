@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 import meshrl as rl
-from meshrl.algo import Gae, gae, group_advantages, leave_one_out, minibatches, turn_advantages, whiten
+from meshrl.algo import (
+    Gae,
+    gae,
+    group_advantages,
+    leave_one_out,
+    minibatches,
+    trace_advantages,
+    turn_advantages,
+    whiten,
+)
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 
@@ -52,6 +61,18 @@ def test_a_turn_has_the_rewards_from_it_on() -> None:
     with pytest.raises(DataError, match="there are 1 rows of rewards"):
         turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])
     assert len(turn_advantages(Ragged.of([], np.float32), np.zeros(0))) == 0
+
+
+def test_an_answer_has_the_advantage_of_its_trace() -> None:
+    # The three traces have the rewards 0, 1 and 1, of mean 2/3 and deviation sqrt(1/3). One more is unknown.
+    rewards = Ragged.of([[0, 1, 0, np.nan], [1], []], np.float32)
+    told = trace_advantages(rewards, Ragged.of([[0, 1, 0, 2], [0], []], np.int32), [5, 5, 5])
+    low, high = -(2 / 3) / np.sqrt(1 / 3), (1 / 3) / np.sqrt(1 / 3)
+    assert [row.tolist() for row in told] == [
+        pytest.approx([low, high, low, 0], abs=1e-5),
+        pytest.approx([high], abs=1e-5),
+        [],
+    ]
 
 
 # --- of a critic

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -122,11 +120,13 @@ async def _played(*turns: str, row: dict[str, str]) -> str:
     return str(batch.objects("reward_error")[0])
 
 
-def _verifiers(version: str | None) -> None:
-    module = ModuleType("verifiers")
-    vars(module)["__version__"] = version
-    with patch.dict(sys.modules, {"verifiers": module if version else None}):
-        load_agent(rl.AgentConfig(source="verifiers:wordle"))
+def _verifiers(version: str = "", *, has_python: bool = True) -> None:
+    python = Path("python")
+    python.symlink_to(sys.executable)  # a link knows no packages of this environment
+    if version:
+        Path("verifiers.py").write_text(f'__version__ = "{version}"\n', "utf-8")
+    options = {"python": "./python"} if has_python else {}
+    load_agent(rl.AgentConfig(source="verifiers:wordle", options=options))
 
 
 def _full_disk() -> None:
@@ -164,8 +164,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "environment-without-methods": lambda: _environment("games.py:Oracle"),
     "environment-of-other-options": lambda: _environment("games.py:Guess", most=9),
     "environment-of-verifiers": lambda: _environment("verifiers:wordle"),
-    "verifiers-missing": lambda: _verifiers(None),
-    "verifiers-of-another-version": lambda: _verifiers("0.4.0"),
+    "verifiers-missing": lambda: _verifiers(has_python=False),
+    "verifiers-not-installed": _verifiers,
+    "verifiers-of-another-version": lambda: _verifiers("0.3.1"),
     "template-without-the-observation": lambda: validate(
         rl.EnvironmentConfig, {"source": "retry", "template": "{text}"}, "mine.toml"
     ),

@@ -17,8 +17,8 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 VERSION = str(PROJECT["version"])
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text("utf-8")
-UNPINNED = {"gpu", "verifiers"}
-"""Extras of which no requirements file here has versions: the one needs a GPU, a stand-in plays the other."""
+UNPINNED = {"gpu"}
+"""Extras of which no requirements file here has versions: it needs a GPU."""
 
 
 def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else_and_announces_backends(wheel: Path) -> None:

@@ -59,7 +59,6 @@ NEEDS = (
     ((*FAKES, "run.log=trackio"), "trackio"),
     ((*FAKES, "run.otlp=http://127.0.0.1:4318"), "otlp"),
     ((*FAKES, "run.log=wandb"), "wandb"),
-    ((*FAKES, "task.source=verifiers:gsm8k"), "verifiers"),
     ((*FAKES, "task.source=reasoning_gym:spell_backward"), "tasks"),
 )
 RUN_ALL = f"""
@@ -124,7 +123,7 @@ USES = {
 }
 NIGHTLY = USES.keys() - {"torch"}
 """What `make test` leaves to `make test-all`."""
-ELSEWHERE = {"all", "dev", "docs", "gpu", "mcp", "sglang", "verifiers", "vllm"}
+ELSEWHERE = {"all", "dev", "docs", "gpu", "mcp", "sglang", "vllm"}
 """Extras that are several of the others, for contributors, or whose packages this environment lacks."""
 
 

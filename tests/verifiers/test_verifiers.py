@@ -1,0 +1,217 @@
+"""Environments of verifiers, played by the real package in a Python of its own: `make test-verifiers` makes it."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import tomllib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from meshrl import Batch, Sampling, Task, TaskConfig
+from meshrl.agents import Agent, AgentConfig, Agents, Episode, Gateway
+from meshrl.errors import ConfigError
+from meshrl.run import copy_script
+from meshrl.testing import ScriptedSampler
+from tests.agents.talks import ASSISTANT, END, ChatML, line, merged
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-verifiers/bin/python"
+PROGRAMS = Path(__file__).parent / "programs"
+HERE: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+SAMPLING = Sampling(max_tokens=1000)
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="verifiers is in an environment of its own: `make test-verifiers`"
+)
+
+
+@pytest.fixture(autouse=True)
+def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(ROOT / "examples/verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+
+
+def options(**env: object) -> dict[str, Any]:
+    return {"python": str(PYTHON), "env": env}
+
+
+def called(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def first_row(source: str, given: dict[str, Any]) -> dict[str, Any]:
+    task = Task.load(TaskConfig(source=source, options={**given, "size": 1}, held_out=0))
+    row: Any = task.train.objects("row")[0]
+    return dict(row)
+
+
+async def played(
+    source: str, given: dict[str, Any], said: Callable[[str], str] | Iterable[str], **config: Any
+) -> tuple[Episode, list[str]]:
+    sampler = ScriptedSampler(said)
+    agent = Agent(AgentConfig.model_validate({"source": source, "options": given, **config}))
+    async with Gateway(sampler, ChatML()).serving() as gateway:
+        return await agent.play(gateway, first_row(source, given), SAMPLING), sampler.asked
+
+
+def learned(rows: Batch) -> list[str]:
+    """What is learned in each row, in the characters that the sampler drew."""
+    masks = [np.asarray(mask, np.bool_) for mask in rows.loss_mask]
+    return ["".join(map(chr, np.asarray(tokens)[mask])) for tokens, mask in zip(rows.tokens, masks, strict=True)]
+
+
+async def test_tools_of_a_taskset_are_called_and_the_row_is_what_was_drawn() -> None:
+    given = options(agent=HERE)
+    task = Task.load(TaskConfig(source="verifiers:spelling", options={**given, "size": 3}, held_out=0))
+    questions, answers = task.train.objects("prompt"), task.train.objects("answer")
+    assert [str(each)[::-1] for each in questions] == [*answers]
+    word = str(first_row("verifiers:spelling", given)["question"])
+    said = [f"I think: the tool.{called('reverse', word=word)}", word[::-1]]  # `th` is drawn as two tokens
+    episode, asked = await played("verifiers:spelling", given, said)
+    assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 2)
+    assert episode.metrics == {"calls": 1.0, "spelled": 1.0}
+    (row,) = learned(episode.rows)
+    assert row == "".join(f"{each}{END}" for each in said)
+    (tokens,) = episode.rows.tokens
+    assert "".join(map(chr, np.asarray(tokens))) == f"{asked[1]}{said[1]}{END}"
+    assert asked[1] == f"{asked[0]}{said[0]}{END}\n{merged(line('tool', word[::-1]))}{ASSISTANT}"
+    wrong, _ = await played("verifiers:spelling", given, [word])
+    assert (wrong.reward, wrong.metrics) == (0.0, {"calls": 0.0, "spelled": 0.0})
+
+
+async def test_each_trace_of_an_episode_has_its_own_reward_and_advantage() -> None:
+    given = options(id="best-of-n", n=2, agent=HERE)
+    word = str(first_row("verifiers:spelling", given)["question"])
+    said = [word, called("reverse", word=word), word[::-1]]
+    sampler = ScriptedSampler(said)
+    agent = Agent(AgentConfig.model_validate({"source": "verifiers:spelling", "options": given}))
+    agents = Agents(sampler, agent, Gateway(sampler, ChatML()))
+    prompts = Batch.of(row=[first_row("verifiers:spelling", given)], groups=np.zeros(1, np.int64))
+    async with agents.serving():
+        batch = Batch.concat([each async for each in agents.generate(prompts, SAMPLING)])
+    assert batch.rewards.tolist() == [0.5]
+    assert [each.tolist() for each in batch.ragged("trace_rewards")] == [[0, 1, 1]]
+    assert [each.tolist() for each in batch.ragged("turn_traces")] == [[0, 1, 1]]
+    assert batch.objects("metrics") == ({"calls": 0.5, "spelled": 0.5, "best": 0.5, "pass_at_n": 1.0},)
+
+
+async def test_a_seat_that_is_not_trainable_is_asked_and_not_learned() -> None:
+    loop = {"harness": {"id": "loop"}}
+    given = options(solver=loop, judge=loop)
+    row = first_row("verifiers:seats", given)
+    assert [row[name] for name in ("question", "system", "answer")] == ["2+2", "Digits only.", "4"]
+    episode, asked = await played("verifiers:seats", given, ["4", "0.75"])
+    assert "Is 4 right?" in asked[1]
+    assert (episode.error, episode.reward, episode.metrics) == (None, 0.75, {"judged": 0.75})
+    assert learned(episode.rows) == [f"4{END}", ""]
+
+
+async def test_a_failure_is_data_and_a_process_that_ends_is_started_again() -> None:
+    loop = {"harness": {"id": "loop"}}
+    given = options(solver=loop, judge=loop)
+    episode, _ = await played("verifiers:seats", given, ["4", "no number"])
+    assert str(episode.error).startswith("EpisodeFailed: EnvError: ")
+    assert "no number" in str(episode.error)
+    assert np.isnan(episode.reward)
+    episode, _ = await played("verifiers:seats", given, ["hang"], timeout=2)
+    assert str(episode.error).startswith("TimeoutError: no result in 2 seconds")
+
+    episode, _ = await played("verifiers:seats", given, ["end"])
+    assert "its process has ended" in str(episode.error)
+    episode, _ = await played("verifiers:seats", given, ["4", "1"])
+    assert (episode.error, episode.reward) == (None, 1.0)
+
+
+def test_a_new_configuration_plays_the_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert [path.name for path in copy_script("verifiers:spelling", folder)] == ["agent.py", "config.toml"]
+    told = tomllib.loads((folder / "config.toml").read_text("utf-8"))
+    assert told["task"] == {"source": "verifiers:spelling", "held_out": "all"}
+    assert told["agent"] == {"source": "verifiers:spelling", "options": {"env": {"agent": HERE}}}
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match="there is no Python 'nowhere/bin/python' here"):
+        first_row("verifiers:spelling", {"python": "nowhere/bin/python"})
+    with pytest.raises(ConfigError, match=r"cannot be loaded by .*: taskset 'speling' not found"):
+        first_row("verifiers:speling", options())
+
+
+@contextmanager
+def openenv_server() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([PYTHON, "-P", PROGRAMS / "open_guess.py", str(port)]) as process:
+        try:
+            while process.poll() is None:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except ConnectionRefusedError:
+                    pass
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+async def test_an_openenv_server_plays_the_user() -> None:
+    with openenv_server() as url:
+        given = options(taskset={"base_url": url}, player={**HERE, "harness": {"id": "loop"}})
+        episode, asked = await played("verifiers:openenv", given, ["5", "3"])
+    assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 2)
+    assert ("1 to 9?" in asked[0], "less" in asked[1]) == (True, True)
+    assert learned(episode.rows) == [f"5{END}3{END}"]
+
+
+@asynccontextmanager
+async def nemo_gym_server() -> AsyncGenerator[str]:
+    """What a resource server of NeMo Gym answers: its own package needs Python 3.12 and another release of mcp."""
+
+    async def seed(_: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    async def weather(request: Request) -> JSONResponse:
+        return JSONResponse({"weather": f"{(await request.json())['city']} is cold"})
+
+    async def verify(request: Request) -> JSONResponse:
+        body = await request.json()
+        said = [each["content"][0]["text"] for each in body["response"]["output"] if each["type"] == "message"]
+        return JSONResponse({**body, "reward": float("cold" in said[-1]), "cities": 1})
+
+    endpoints = {"seed_session": seed, "get_weather": weather, "verify": verify}
+    app = Starlette(routes=[Route(f"/{name}", each, methods=["POST"]) for name, each in endpoints.items()])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        serving = asyncio.create_task(server.serve([listening]))
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+async def test_tools_and_rewards_of_a_nemo_gym_server(tmp_path: Path) -> None:
+    tool = {
+        "type": "function",
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    asks = {"input": [{"role": "user", "content": "The weather in Rome?"}], "tools": [tool]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"responses_create_params": asks}), "utf-8")
+    async with nemo_gym_server() as url:
+        taskset = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": url}}
+        given = options(taskset=taskset, agent={**HERE, "harness": {"id": "loop"}})
+        episode, asked = await played("verifiers:nemo_gym", given, [called("get_weather", city="Rome"), "It is cold."])
+    assert (episode.error, episode.reward) == (None, 1.0)
+    assert episode.metrics == {"cities": 1.0, "nemo_gym": 1.0}
+    assert "Rome is cold" in asked[1]
