@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -220,6 +221,37 @@ def test_a_recipe_is_saved_to_be_edited_and_checked(model: str) -> None:
     text = Path("mine.toml").read_text("utf-8")
     assert text.startswith("# GRPO on gsm8k\n")
     done("check", "mine.toml", "evaluation.rows=1")
+
+
+def test_each_task_that_the_page_names_has_answers_that_a_model_writes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text("utf-8")
+    table = page.partition("| Task | Its rows |")[2].partition("\n\n")[0]
+    named = [harness.named(name) for name in re.findall(r"`(\w+)`", table)]
+    assert len(named) > 25
+    library = import_module("lm_eval.tasks")
+    root = Path(library.__file__).parent
+    folders = {
+        name: next(each for each in sorted(root.iterdir()) if each.is_dir() and holds(each, name)) for name in named
+    }
+    managers = {
+        folder: library.TaskManager(include_defaults=False, include_path=str(folder)) for folder in {*folders.values()}
+    }
+
+    def tasks(name: str, index: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        own = index[name].cfg
+        members = own["task"] if isinstance(own["task"], list) else []
+        return [each for member in members for each in tasks(member, index)] if members else [own]
+
+    for name in named:
+        for own in tasks(name, managers[folders[name]].task_index):
+            assert own.get("output_type", "generate_until") == "generate_until", name
+            assert own.get("repeats", 1) == 1, name
+            assert "class" not in own, name
+
+
+def holds(folder: Path, name: str) -> bool:
+    line = re.compile(rf"""^(?:task|group): *["']?{name}["']? *$""", re.MULTILINE)
+    return any(line.search(file.read_text("utf-8")) for file in folder.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize(
