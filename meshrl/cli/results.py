@@ -47,6 +47,7 @@ from meshrl.observe import (
 )
 from meshrl.run import (
     EvalOptions,
+    Evaluation,
     SessionAudit,
     Verdict,
     audit_run,
@@ -110,6 +111,16 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
         options = validate(EvalOptions, given | {"task": run, "n": n or 0}, "command line")
         keys = settings(run, [*([task] if task else []), *(overrides or [])])
         evaluation, folder = run_async(evaluate_task(model, options, keys))
+    _show_evaluation(evaluation)
+    content = msgspec.json.encode(evaluation)
+    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
+        typer.echo(f"kept the earlier file as {earlier}")
+    write(out or folder / "eval.json", content)
+    if model is not None:
+        typer.echo(f"read its completions with: meshrl watch {folder}")
+
+
+def _show_evaluation(evaluation: Evaluation) -> None:
     drawn = f"{evaluation.n} completions each" if evaluation.n else "greedy"
     title = f"{evaluation.model}: {evaluation.prompts} prompts ({evaluation.task}), {drawn}"
     table = Table(
@@ -118,12 +129,6 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
     for name, estimate in evaluation.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
-    content = msgspec.json.encode(evaluation)
-    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
-        typer.echo(f"kept the earlier file as {earlier}")
-    write(out or folder / "eval.json", content)
-    if model is not None:
-        typer.echo(f"read its completions with: meshrl watch {folder}")
 
 
 def _set_aside(file: Path, content: bytes) -> Path | None:

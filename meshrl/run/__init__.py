@@ -12,7 +12,15 @@ from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistak
 from meshrl.run.check_rows import unchecked_rows
 from meshrl.run.checkpoints import newest_checkpoint
 from meshrl.run.config import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, RunConfig, tables_of
-from meshrl.run.evaluation import BesideSampling, EvalOptions, evaluate, evaluate_during, evaluate_run, held_out
+from meshrl.run.evaluation import (
+    BesideSampling,
+    EvalOptions,
+    Evaluation,
+    evaluate,
+    evaluate_during,
+    evaluate_run,
+    held_out,
+)
 from meshrl.run.fork import plan_fork
 from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_job, make_job, pin, shipped_configs
 from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
@@ -28,6 +36,7 @@ __all__ = [
     "BackgroundEvaluations",
     "BesideSampling",
     "EvalOptions",
+    "Evaluation",
     "EvaluationConfig",
     "Job",
     "Measurement",
