@@ -19,7 +19,7 @@ from meshrl.errors import MeshrlError
 from meshrl.tasks import Task, harness
 from meshrl.tasks.function import FunctionReward
 from meshrl_torch.train.one_rank import TorchPolicy
-from tests.first_hour.hub_server import Hub, serving
+from tests.first_hour.hub_server import Hub, ask, serving
 from tests.first_hour.terminal import config_of, done, refused
 
 pytest.importorskip("lm_eval", reason="make test-evals installs it")
@@ -62,16 +62,6 @@ ANSWERS: Mapping[str, Sequence[str]] = {
 """What a model might answer to each row: some right, some wrong, some in another form."""
 
 
-def ask(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(Path("cache").resolve()))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("datasets").resolve())
-
-
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.chdir(tmp_path)
@@ -90,7 +80,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             )
             files["README.md"] = f"---\nconfigs:\n{told}---\n"
             served.repositories[f"datasets/{name}"] = {place: text.encode() for place, text in files.items()}
-        ask(served, monkeypatch)
+        ask(served.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(Path("cache").resolve()))
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(Path("datasets").resolve()))
         yield served
 
 
