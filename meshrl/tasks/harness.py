@@ -73,11 +73,18 @@ def rows(name: str, options: _Options, count: int | None) -> Iterator[dict[str, 
         docs = _docs(task, given.split)
         shots = task.config.num_fewshot or 0 if given.num_fewshot is None else given.num_fewshot
         task.set_fewshot_seed(_SEED)
-        for doc in docs if left is None else list(_first(docs, left)):
-            prompt = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc))
+        for number, doc in enumerate(docs if left is None else _first(docs, left)):
+            try:
+                prompt = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc))
+                answer = _answer(task, doc)
+            except Exception as error:
+                raise DataError(
+                    f"{NAME}:{task.config.task}, row {number}: its prompt with {shots} examples cannot be made: "
+                    f"{described(error)}: lower task.options.num_fewshot, or give rows with the dataset's columns"
+                ) from error
             yield {
                 "question": prompt,
-                "answer": _answer(task, doc),
+                "answer": answer,
                 NAME: {"source": name, "task": task.config.task, "doc": dict(doc)},
             }
         left = None if left is None else max(0, left - len(docs))

@@ -5,6 +5,7 @@ import json
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@cache
+def folders() -> Mapping[str, Path]:
+    """The library's folder of each task and group."""
+    root = Path(import_module("lm_eval.tasks").__file__ or "").parent
+    line = re.compile(r"""^(?:task|group): *["']?([\w.-]+)["']? *$""", re.MULTILINE)
+    found: dict[str, Path] = {}
+    for file in sorted(root.rglob("*.yaml")):
+        for name in line.findall(file.read_text("utf-8", "replace")):
+            found.setdefault(name, root / file.relative_to(root).parts[0])
+    return found
+
+
+def manager(name: str) -> Any:
+    """The library's own index, of the folder with a task alone: that of all takes half a minute."""
+    return import_module("lm_eval.tasks").TaskManager(include_defaults=False, include_path=str(folders()[name]))
+
+
 def judged(name: str, prompts: Batch, completions: Sequence[str]) -> Mapping[str, Any]:
     """What the reward of a task gives to completions, with all its measures."""
     given = RewardConfig.model_validate(harness.tables(name, {})["reward"])
@@ -134,13 +152,15 @@ def test_prompts_and_scores_are_those_of_the_library(name: str) -> None:
     model = Answering()
     own = harness.named(name)
     evaluator = import_module("lm_eval.evaluator")
-    found = evaluator.simple_evaluate(model, tasks=[own], bootstrap_iters=0)["results"][own]
+    found = evaluator.simple_evaluate(model, tasks=[own], task_manager=manager(own), bootstrap_iters=0)["results"][own]
     assert prompts.objects("prompt") == tuple(model.asked)
     measures = harness.settings_of(name, {}).measures
     first = found[next(key for key in found if "," in key and "stderr" not in key)]
     assert sum(ours["rewards"]) / len(answers) == pytest.approx(first)
     for measure in measures if len(measures) > 1 else ():
-        (theirs,) = [value for key, value in found.items() if measure in key.replace("-", "_").split(",")]
+        (theirs,) = [
+            value for key, value in found.items() if measure in key.replace("-", "_").split(",") and "stderr" not in key
+        ]
         assert sum(ours[f"reward_{measure}"]) / len(answers) == pytest.approx(theirs), measure
 
 
@@ -204,8 +224,20 @@ def test_rows_of_a_file_and_a_run_are_evaluated_as_well(model: str) -> None:
     assert 'function = "numeric_answer"' in printed
     done("eval", "gsm8k", "gsm8k", "--n", "1", "--rows", "2", "--max-tokens", "2")
     assert json.loads(Path("runs/gsm8k/eval.json").read_bytes())["task"] == "lm_eval:gsm8k"
-    done("eval", "gsm8k", "--model", model, "--max-tokens", "2", "task.options.data=mine.jsonl", "run.name=file")
+    done(
+        "eval",
+        "gsm8k",
+        "--model",
+        model,
+        "--max-tokens",
+        "2",
+        "task.options.data=mine.jsonl",
+        *("run.name=file", "task.options.num_fewshot=0"),
+    )
     assert json.loads(Path("runs/file/eval.json").read_bytes())["prompts"] == 2
+    told = refused("eval", "gsm8k", "--model", model, "task.options.data=mine.jsonl")
+    assert "gsm8k, row 0: its prompt with 5 examples cannot be made: ValueError" in told
+    assert "task.options.num_fewshot" in told
 
 
 def test_a_recipe_is_saved_to_be_edited_and_checked(model: str) -> None:
@@ -220,14 +252,6 @@ def test_each_task_that_the_page_names_has_answers_that_a_model_writes() -> None
     table = page.partition("| Task | Its rows |")[2].partition("\n\n")[0]
     named = [harness.named(name) for name in re.findall(r"`(\w+)`", table)]
     assert len(named) > 25
-    library = import_module("lm_eval.tasks")
-    root = Path(library.__file__).parent
-    folders = {
-        name: next(each for each in sorted(root.iterdir()) if each.is_dir() and holds(each, name)) for name in named
-    }
-    managers = {
-        folder: library.TaskManager(include_defaults=False, include_path=str(folder)) for folder in {*folders.values()}
-    }
 
     def tasks(name: str, index: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         own = index[name].cfg
@@ -235,15 +259,10 @@ def test_each_task_that_the_page_names_has_answers_that_a_model_writes() -> None
         return [each for member in members for each in tasks(member, index)] if members else [own]
 
     for name in named:
-        for own in tasks(name, managers[folders[name]].task_index):
+        for own in tasks(name, manager(name).task_index):
             assert own.get("output_type", "generate_until") == "generate_until", name
             assert own.get("repeats", 1) == 1, name
             assert "class" not in own, name
-
-
-def holds(folder: Path, name: str) -> bool:
-    line = re.compile(rf"""^(?:task|group): *["']?{name}["']? *$""", re.MULTILINE)
-    return any(line.search(file.read_text("utf-8")) for file in folder.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize(
