@@ -450,7 +450,7 @@ def estimated(
 
 
 def _is_named(task: str) -> bool:
-    """True for the name of a task of lm-evaluation-harness, or a file of its own, not of a configuration or rows."""
+    """True for the name of a task of lm-evaluation-harness, or its own file, not of a configuration or rows."""
     path = Path(task)
     if path.suffix == ".yaml":
         return True

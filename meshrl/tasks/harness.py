@@ -129,7 +129,7 @@ def tables(name: str, options: _Options) -> Table:
 
 
 def reward_of(measures: Sequence[str]) -> Table:
-    """Return a table `reward` with all measures of a task, of which the first counts."""
+    """Return a table `reward` with all measures of a task. The first counts."""
     if len(measures) == 1:
         return {"function": NAME}
     return {
