@@ -30,7 +30,7 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 # WIDE=yes runs tests that are marked wide too.
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
-SEPARATE := test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-vllm test-sglang test-clients test-verifiers test-tinker test-fake-gpu test-cluster
+SEPARATE := test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials test-fake-gpu test-cluster
 FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
 # The sizes of a real model: of memory alone.
 LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
@@ -39,7 +39,7 @@ HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu1
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,7 +54,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup $(if $(shell command -v npm),$(NODE))  ## what proves the product on one machine: engines, trainers, algorithms, a kill and a resume; 8 minutes
-	$(TESTS) $(if $(WIDE),,-m "not wide") $(addprefix --ignore tests/,attack clients cluster inference packaging/index verifiers vllm)
+	$(TESTS) $(if $(WIDE),,-m "not wide") $(addprefix --ignore tests/,attack clients cluster evals inference packaging/index tutorials verifiers vllm)
 
 test-fast: setup  ## the tests in virtual time, that start no process and compute with no model: under a minute
 	$(TESTS) -m "not process and not slow and not wide" $(FAST)
@@ -129,6 +129,12 @@ test-verifiers: .venv-verifiers/.done setup  ## environments of verifiers, playe
 test-tinker: .venv-cookbook/.done setup  ## recipes of tinker-cookbook, unmodified, on a server of a small model
 	$(BIN)/pytest -n 2 tests/cookbook
 
+test-evals: .venv-evals/.done  ## tasks of lm-evaluation-harness by name, in a separate environment
+	.venv-evals/bin/python -m pytest -n 2 tests/evals
+
+test-tutorials: .venv-evals/.done  ## the notebooks of docs/tutorials run, and print what they show
+	.venv-evals/bin/python -m pytest -n 2 tests/tutorials
+
 lint: ruff mypy pyright  ## formatting, lint, both type checkers
 
 ruff: setup
@@ -170,6 +176,14 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# What .venv lacks for tasks by name and for notebooks. All else is .venv's.
+.venv-evals/.done: .venv/.done requirements-evals.txt
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(@D)/bin/python $(PIP) --no-deps --requirement requirements-evals.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 	@touch $@
 
 .venv-cookbook/.done .venv-verifiers/.done: .venv-%/.done: requirements-%.txt

@@ -461,7 +461,7 @@ class EngineSampler(Sampler):
     def _on_loaded(self, answer: protocol.Loaded, pending: _PendingLoad) -> None:
         """End a load with the places where its weights came into use."""
         probe = pending.weights.probe
-        measured = {"pause": answer.seconds}
+        measured = {"pause": answer.seconds, "cache": answer.cache}
         if probe is not None:
             measured["difference"] = mean_difference(probe, np.frombuffer(answer.logprobs, np.float32))
             try:

@@ -91,6 +91,10 @@ class _VllmEngine:
         return [handle.proc for handle in getattr(self._core.model_executor, "workers", ())]
 
     @property
+    def cache_use(self) -> float:
+        return float(self._core.scheduler.kv_cache_manager.usage)
+
+    @property
     def decodes(self) -> bool:
         return bool(self._engine.has_unfinished_requests())
 

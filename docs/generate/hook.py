@@ -14,6 +14,7 @@ import command_line
 import configuration
 import events
 import metrics
+import notebooks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -47,7 +48,7 @@ def navigation(text: str) -> list[dict[str, Any]]:
                 sections.append({heading[2]: entries})
             else:
                 next(iter(sections[-1].values())).append({heading[2]: entries})
-        elif (link := re.match(r"- \[(.*?)\]\(([^)#:]+\.md)(?:#[^)]*)?\)", line)) and sections:
+        elif (link := re.match(r"- \[(.*?)\]\(([^)#:]+\.(?:md|ipynb))(?:#[^)]*)?\)", line)) and sections:
             place = _place(DOCS / link[2])
             if place not in places:
                 entries.append({link[1].replace("`", ""): place})
@@ -78,7 +79,12 @@ MADE = (
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that are made of the code, and those that show files of the repository."""
     made = {**configuration.pages(), **command_line.pages(), **api.pages(), **metrics.pages(), **events.pages()}
-    asked = [path for file in files if file.src_uri.endswith(".md") for path in _outside(DOCS / file.src_uri)]
+    lessons = {path.relative_to(DOCS).as_posix(): path for path in sorted((DOCS / notebooks.FOLDER).glob("*.ipynb"))}
+    for name, path in lessons.items():
+        page = f"{name.removesuffix('.ipynb')}.md"
+        made[page] = _relinked(notebooks.markdown(path), path, page)
+    written = [DOCS / file.src_uri for file in files if file.src_uri.endswith(".md")]
+    asked = [path for page in (*written, *lessons.values()) for path in _outside(page)]
     while asked:
         path = asked.pop()
         if (page := _page_of(path)) not in made:
@@ -123,6 +129,8 @@ def _outside(page: Path) -> list[Path]:
 def _place(path: Path) -> str:
     """Where the site has a file or folder of the repository."""
     path = path.resolve()
+    if path.suffix == ".ipynb":
+        path = path.with_suffix(".md")
     return path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else _page_of(path)
 
 

@@ -1,4 +1,4 @@
-"""The commands that take configurations: run, fork, check, simulate, new, configs, memory, plan."""
+"""The commands that take configurations: run, train, fork, check, simulate, new, configs, memory, plan."""
 
 import shlex
 import signal
@@ -30,6 +30,7 @@ from meshrl.cli.application import (
     settings,
     show_findings,
     show_lines,
+    write,
     write_json,
 )
 from meshrl.errors import ConfigError, MeshrlError, described
@@ -50,10 +51,13 @@ from meshrl.run import (
     is_shipped,
     list_of_mistakes,
     load_job,
+    make_job,
     newest_checkpoint,
     pin,
     plan_fork,
     plan_memory,
+    recipe,
+    recipe_text,
     run_job,
     savings_of,
     shipped_configs,
@@ -69,6 +73,29 @@ _GIB: Final = 2**30
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. The run's files go to runs/NAME."""
     _show_summary(_run_to_end(pin(_checked(config, overrides, memory=False))))
+
+
+@app.command(context_settings=WITH_SETTINGS)
+def train(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A task by name, such as gsm8k.")],
+    overrides: Overrides = None,
+    model: Annotated[str, typer.Option(help="The model to train: a folder, or ORG/NAME on the hub.")] = "",
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Only write the configuration to this file, to be edited.")
+    ] = None,
+) -> None:
+    """Train a model by GRPO on a task by name. Prints the configuration, and runs it."""
+    if not model:
+        raise ConfigError(f"no model to train: meshrl train {task} --model ORG/NAME, or a folder")
+    given = settings(task, overrides)
+    table = recipe(task, model, given)
+    text = recipe_text(task, table)
+    if save:
+        write(save, text.encode())
+        return
+    typer.echo(text)
+    job = _examined(make_job(Path(f"{task}.toml"), table, Path(), given), given, memory=False)
+    _show_summary(_run_to_end(pin(job)))
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -331,7 +358,10 @@ def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -
     `memory`: warn if memory may run out even if no `gib` states the GPUs' memory. Takes seconds.
     """
     given = settings(config, overrides)
-    job = load_job(find_config(config), given)
+    return _examined(load_job(find_config(config), given), given, memory=memory)
+
+
+def _examined(job: Job, given: Sequence[str], *, memory: bool) -> Job:
     memory = memory or any(mesh.gib for mesh in job.run.meshes.values())
     examination = examine(job.config, job.run, memory=memory)
     if examination.mistakes:

@@ -14,12 +14,15 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from meshrl.cli.application import (
+    WITH_SETTINGS,
     Out,
+    Overrides,
     RunArgument,
     Terminated,
     app,
     cancelled_by_sigterm,
     run_async,
+    settings,
     show_error,
     show_findings,
     show_lines,
@@ -27,7 +30,7 @@ from meshrl.cli.application import (
     write_json,
 )
 from meshrl.config import validate
-from meshrl.errors import DataError, MeshrlError
+from meshrl.errors import ConfigError, DataError, MeshrlError
 from meshrl.observe import (
     STEPS,
     Comparison,
@@ -44,11 +47,13 @@ from meshrl.observe import (
 )
 from meshrl.run import (
     EvalOptions,
+    Evaluation,
     SessionAudit,
     Verdict,
     audit_run,
     audit_session,
     evaluate_run,
+    evaluate_task,
     is_session,
     merge_adapters,
 )
@@ -58,46 +63,72 @@ _BREACHES = 10
 """Violations to show for each guarantee."""
 
 
-@app.command(name="eval")
+@app.command(name="eval", context_settings=WITH_SETTINGS)
 def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
-    run: RunArgument,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/. With --model: the task.")
+    ],
     task: Annotated[
         str | None,
         typer.Argument(
             metavar="[TASK]",
-            help="A configuration, or a .jsonl or .parquet file. Default: the prompts that the run held out.",
+            help="A configuration, a .jsonl or .parquet file, or a task by name, such as gsm8k. Default: the prompts "
+            "that the run held out.",
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Completions for each prompt.")] = 8,
-    reward: Annotated[str | None, typer.Option(help="A reward function. Default: the run's reward.")] = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Evaluate this model, a folder or ORG/NAME, on the task in place of RUN.")
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=0, help="Sampled completions for each prompt. Default: 8; with --model 0.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="A reward function. Default: the run's, or that of the task by name.")
+    ] = None,
     threshold: Annotated[float, typer.Option(help="Lowest reward that counts as correct.")] = 1.0,
     rows: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts. Default: all.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature. Default: the run's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature. Default: the run's, or 1.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a completion at most. Default: the run's.")
+        int | None, typer.Option(min=1, help="Tokens of a completion at most. Default: the run's, or the task's.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Backend of the sampler. Default: the run's sampler.backend.")
+        str | None, typer.Option(help="Backend of the sampler. Default: the run's sampler.backend, or torch.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling and for the confidence intervals.")] = 0,
     out: Out = None,
 ) -> None:
-    """Evaluate a run's newest model or checkpoint: pass@k on the prompts that it held out, or on TASK."""
-    folder = find_run(run).resolve()
-    given: dict[str, object] = {"task": task, "n": n, "reward": reward, "threshold": threshold, "rows": rows}
-    given |= {"temperature": temperature, "max_tokens": max_tokens, "backend": backend, "seed": seed}
-    evaluation = run_async(evaluate_run(folder, validate(EvalOptions, given, "command line")))
-    title = f"{evaluation.model}: {evaluation.prompts} prompts ({evaluation.task}), {evaluation.n} completions each"
+    """Evaluate a run's newest model or checkpoint, or a model by name: on held-out prompts, or on TASK."""
+    given: dict[str, object] = {"reward": reward, "threshold": threshold, "rows": rows, "temperature": temperature}
+    given |= {"max_tokens": max_tokens, "backend": backend, "seed": seed}
+    if model is None:
+        if overrides or (task and "=" in task and not Path(task).exists()):
+            raise ConfigError("KEY=VALUE goes with --model: the settings of a run are those of its configuration")
+        folder = find_run(run).resolve()
+        given |= {"task": task, "n": 8 if n is None else n}
+        evaluation = run_async(evaluate_run(folder, validate(EvalOptions, given, "command line")))
+    else:
+        options = validate(EvalOptions, given | {"task": run, "n": n or 0}, "command line")
+        keys = settings(run, [*([task] if task else []), *(overrides or [])])
+        evaluation, folder = run_async(evaluate_task(model, options, keys))
+    _show_evaluation(evaluation)
+    content = msgspec.json.encode(evaluation)
+    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
+        typer.echo(f"kept the earlier file as {earlier}")
+    write(out or folder / "eval.json", content)
+    if model is not None:
+        typer.echo(f"read its completions with: meshrl watch {folder}")
+
+
+def _show_evaluation(evaluation: Evaluation) -> None:
+    drawn = f"{evaluation.n} completions each" if evaluation.n else "greedy"
+    title = f"{evaluation.model}: {evaluation.prompts} prompts ({evaluation.task}), {drawn}"
     table = Table(
         "measure", "value", "95 % from", "to", box=None, header_style="bold", title=title, title_justify="left"
     )
     for name, estimate in evaluation.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
-    content = msgspec.json.encode(evaluation)
-    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
-        typer.echo(f"kept the earlier file as {earlier}")
-    write(out or folder / "eval.json", content)
 
 
 def _set_aside(file: Path, content: bytes) -> Path | None:

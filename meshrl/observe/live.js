@@ -34,6 +34,7 @@ function nowSection() {
         known("step_s") ? stat("newest step", seconds(pace.step_s)) : null,
         known("tokens_per_second") ? stat("tokens a second", short(pace.tokens_per_second)) : null,
         ...data.gauges.filter(({ name }) => name.startsWith(SPEED)).map(meshSpeed),
+        ...data.gauges.filter(({ name }) => name === "KV cache use").map(({ y }) => stat("KV cache", percent(y.at(-1)), "of it, at most")),
         now.memory ? stat("memory", `${short(now.memory / 2 ** 30)} GiB`, "of its processes here") : null,
         known("staleness") ? stat("staleness", short(pace.staleness), bound) : null,
       ),

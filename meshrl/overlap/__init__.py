@@ -4,12 +4,13 @@
 older than `ahead` publications is ever trained on. A recorded schedule can be repeated bit by bit.
 """
 
-from meshrl.overlap.replay import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
+from meshrl.overlap.replay import CACHE, DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.overlap.stream import Rollouts, rollouts
 from meshrl.overlap.stream_state import Score
 from meshrl.overlap.synchronous import greedy_baseline, has_signal, publish, rollout
 
 __all__ = [
+    "CACHE",
     "DIFFERENCE",
     "Loop",
     "Rollouts",

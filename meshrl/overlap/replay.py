@@ -23,6 +23,7 @@ from meshrl.events import gauge
 from meshrl.mesh import is_away, min_ranks, replicas
 from meshrl.roles import Sampler
 
+CACHE: Final = "KV cache use"
 DIFFERENCE: Final = "sampler_difference"
 """The gauge of the distance between a sampler's log-probs and its policy's, after it took new weights."""
 _PAUSE: Final = "sampler_pause_s"
@@ -324,7 +325,7 @@ async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = N
 async def measured(returned: Batch | None) -> Batch | None:
     """Fetch the result of a sampler's `load`, and record its measurements."""
     places = await returned.load() if returned is not None else None
-    for column, name in (("difference", DIFFERENCE), ("pause", _PAUSE)):
+    for column, name in (("difference", DIFFERENCE), ("pause", _PAUSE), ("cache", CACHE)):
         if places is not None and column in places:
             gauge(name, float(places.row(column).max()))
     return places

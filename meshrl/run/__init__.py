@@ -12,10 +12,19 @@ from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistak
 from meshrl.run.check_rows import unchecked_rows
 from meshrl.run.checkpoints import newest_checkpoint
 from meshrl.run.config import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, RunConfig, tables_of
-from meshrl.run.evaluation import BesideSampling, EvalOptions, evaluate, evaluate_during, evaluate_run, held_out
+from meshrl.run.evaluation import (
+    BesideSampling,
+    EvalOptions,
+    Evaluation,
+    evaluate,
+    evaluate_during,
+    evaluate_run,
+    held_out,
+)
 from meshrl.run.fork import plan_fork
-from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_job, pin, shipped_configs
+from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_job, make_job, pin, shipped_configs
 from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
+from meshrl.run.named_task import evaluate_task, recipe, recipe_text
 from meshrl.run.run import Run, Steps
 from meshrl.run.scaffold import copy_script
 from meshrl.run.session_audit import SessionAudit, audit_session, is_session
@@ -27,6 +36,7 @@ __all__ = [
     "BackgroundEvaluations",
     "BesideSampling",
     "EvalOptions",
+    "Evaluation",
     "EvaluationConfig",
     "Job",
     "Measurement",
@@ -48,6 +58,7 @@ __all__ = [
     "evaluate",
     "evaluate_during",
     "evaluate_run",
+    "evaluate_task",
     "examine",
     "find_config",
     "find_doubts",
@@ -58,12 +69,15 @@ __all__ = [
     "is_shipped",
     "list_of_mistakes",
     "load_job",
+    "make_job",
     "merge_adapters",
     "newest_checkpoint",
     "pin",
     "plan_fork",
     "plan_memory",
     "push",
+    "recipe",
+    "recipe_text",
     "run_job",
     "savings_of",
     "serve",

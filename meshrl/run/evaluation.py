@@ -35,9 +35,9 @@ from meshrl.run.artifacts import newest_model, read_policy
 from meshrl.run.background_eval import Measurement
 from meshrl.run.config import EvaluationConfig
 from meshrl.run.folder import write_whole
-from meshrl.run.jobs import find_config, root_of
+from meshrl.run.jobs import find_config, root_of, shipped_configs
 from meshrl.run.run import Run
-from meshrl.tasks import RewardConfig, Task, TaskConfig, exact_match
+from meshrl.tasks import RewardConfig, Task, TaskConfig, exact_match, harness
 
 _Z: Final = 1.959963984540054
 """The 97.5 percent quantile of a standard normal distribution: 95 percent are within plus and minus this."""
@@ -112,6 +112,16 @@ class BesideSampling(Sampling):
     beside: ClassVar[bool] = True
 
 
+async def judged(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score, *, n: int
+) -> tuple[Batch, Batch | None]:
+    """Score one greedy completion and `n` sampled ones for each prompt. None if `n` is 0."""
+    greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
+    if not n:
+        return greedy, None
+    return greedy, await _scored(await rollout(sampler, prompts, sampling.model_copy(update={"n": n})), score)
+
+
 async def _judge(
     sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None
 ) -> tuple[str, Batch, Batch]:
@@ -157,10 +167,10 @@ async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> M
     }
 
 
-def _faults(greedy: Batch, sampled: Batch) -> tuple[float, int]:
-    """The share of sampled completions that were cut at the token limit, and all whose reward function raised."""
-    errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
-    return float(np.asarray(sampled.row("truncated"), np.float64).mean()), sum(error is not None for error in errors)
+def _faults(*judged: Batch) -> tuple[float, int]:
+    """The share of the last completions that were cut at the token limit, and all whose reward function raised."""
+    errors = [error for each in judged if "reward_error" in each for error in each.objects("reward_error")]
+    return float(np.asarray(judged[-1].row("truncated"), np.float64).mean()), sum(error is not None for error in errors)
 
 
 def evaluate_during(
@@ -213,8 +223,8 @@ async def _scored(rollouts: Batch, score: Score | None) -> Batch:
             raise DataError(f"`score` returned {len(rollouts)} of {rows} rows: give each row a reward")
     elif "rewards" not in rollouts:
         rollouts = await _matched(rollouts)
-    errors = ("reward_error",) if "reward_error" in rollouts else ()
-    return await rollouts.load("rewards", "truncated", "oldest_version", *errors)
+    own = [name for name in rollouts.names if name.startswith("reward_")]
+    return await rollouts.load("rewards", "truncated", "oldest_version", *own)
 
 
 async def evaluate(
@@ -315,9 +325,10 @@ class EvalOptions(Config):
     """The options of `meshrl eval`."""
 
     task: str | None = None
-    """A configuration, or a .jsonl or .parquet file that fits the run's templates. Default: the run's own task."""
-    n: int = Field(default=8, ge=1, le=MOST_COMPLETIONS)
-    """Completions for each prompt, for pass@k."""
+    """A configuration, a .jsonl or .parquet file that fits the run's templates, or a task of lm-evaluation-harness by
+    name. Default: the run's own task."""
+    n: int = Field(default=8, ge=0, le=MOST_COMPLETIONS)
+    """Sampled completions for each prompt, for pass@k. 0: the greedy one alone."""
     reward: str | None = None
     """A reward function, named as in `reward.function`. Default: the run's reward."""
     threshold: float = 1.0
@@ -363,10 +374,13 @@ class Evaluation(msgspec.Struct, frozen=True):
     truncated: float
     """Share of sampled completions that were cut at the token limit."""
     reward_errors: int
+    measures: dict[str, Estimate] = {}
+    """Means of the functions of a reward with several, over greedy completions, with the interval of pass@k."""
 
     def lines(self) -> Iterator[tuple[str, Estimate]]:
         """Yield each measurement with its name."""
         yield "greedy", self.greedy
+        yield from self.measures.items()
         for k, estimate in self.pass_at.items():
             yield f"pass@{k}", estimate
         yield "mean reward", self.reward
@@ -379,6 +393,9 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
     """
     file = run / "config.toml"
     table, policy = read_policy(run)
+    if options.task is not None and _is_named(options.task):
+        tables = harness.tables(options.task, {})
+        table = {**table, **tables, "sampling": {**table_of(table, "sampling"), **table_of(tables, "sampling")}}
     prompts, source = _prompts(file, table, options)
     sampling = _sampling(file, table, options)
     engine = LocalEngine()
@@ -390,40 +407,62 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
             sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
             judging = _reward_config(file, table, options)
             reward = await mesh.spawn(implementation(Reward, judging.backend), judging)
-            _, greedy, sampled = await _judge(sampler, prompts, sampling, reward.score)
+            greedy, sampled = await judged(sampler, prompts, sampling, reward.score, n=options.n)
         finally:
             await engine.close()
-    for judged in (greedy, sampled):
-        if why := why_unknown(judged):
+    return estimated(str(newest.path.relative_to(run)), source, greedy, sampled, options, sampling.temperature)
+
+
+def estimated(
+    model: str, source: str, greedy: Batch, sampled: Batch | None, options: EvalOptions, temperature: float
+) -> Evaluation:
+    """Return the measurements of judged completions, of `judged`. DataError if no reward of a batch is known."""
+    drawn = greedy if sampled is None else sampled
+    both = (greedy,) if sampled is None else (greedy, sampled)
+    for each in both:
+        if why := why_unknown(each):
             raise DataError(why)
-    rewards = sampled.rewards.reshape(len(prompts), options.n)
+    rewards = drawn.rewards.reshape(len(greedy), -1)
     means = [known_mean(row) for row in rewards]
     right = int((greedy.rewards >= options.threshold).sum())
-    truncated, reward_errors = _faults(greedy, sampled)
+    truncated, reward_errors = _faults(*both)
+    columns = {name.removeprefix("reward_"): each for name, each in greedy.stored.items() if name.startswith("reward_")}
+    parts = {name: each[~np.isnan(each)] for name, each in columns.items() if isinstance(each, np.ndarray)}
     return Evaluation(
-        model=str(newest.path.relative_to(run)),
+        model=model,
         task=source,
-        prompts=len(prompts),
+        prompts=len(greedy),
         n=options.n,
-        temperature=sampling.temperature,
+        temperature=temperature,
         threshold=options.threshold,
         seed=options.seed,
         greedy=wilson(right, int((~np.isnan(greedy.rewards)).sum())),
         pass_at={
             k: bootstrap(passed, options.seed)
-            for k in powers_of_2(options.n)
+            for k in (powers_of_2(options.n) if sampled is not None else ())
             if len(passed := _pass_at(rewards, k, options.threshold))
         },
         reward=bootstrap([mean for mean in means if not np.isnan(mean)], options.seed),
         truncated=truncated,
         reward_errors=reward_errors,
+        measures={name: bootstrap(known, options.seed) for name, known in parts.items() if len(known)},
     )
+
+
+def _is_named(task: str) -> bool:
+    """True for the name of a task of lm-evaluation-harness, or its own file, not of a configuration or rows."""
+    path = Path(task)
+    if path.suffix == ".yaml":
+        return True
+    is_ours = any(name.startswith(f"{task}/") for name in shipped_configs())
+    return not ("/" in task or path.exists() or path.suffix in (".jsonl", ".parquet", ".toml") or is_ours)
 
 
 def _prompts(file: Path, table: Table, options: EvalOptions) -> tuple[Batch, str]:
     own = table_of(table, "task")
-    if options.task is None:
-        config, source = validate(TaskConfig, own, file), "held out by the run"
+    if options.task is None or _is_named(options.task):
+        config = validate(TaskConfig, own, file)
+        source = "held out by the run" if options.task is None else config.source
     elif Path(options.task).suffix in (".jsonl", ".parquet"):
         given = {**own, "source": options.task, "options": {}, "held_out": 0}
         config, source = validate(TaskConfig, given, file), options.task

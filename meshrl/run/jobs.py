@@ -175,7 +175,8 @@ def load_job(source: Path, overrides: Sequence[str]) -> Job:
 def make_job(source: Path, table: Table, folder: Path, overrides: Sequence[str] = ()) -> Job:
     """Make a job of the tables of a configuration, whose paths start at `folder`.
 
-    `source`: the name in error messages. `overrides`: the overrides that the tables contain.
+    `source`: the name in error messages. `overrides`: the overrides that the tables contain. Raises one ConfigError
+    with all mistakes.
     """
     if not isinstance(table.get("algorithm"), str):
         raise ConfigError(as_list(_without_algorithm(source, table, folder, overrides)))

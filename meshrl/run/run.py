@@ -15,7 +15,7 @@ from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.events import Event, EventLog, Gauge, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited, planned
-from meshrl.overlap import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
+from meshrl.overlap import CACHE, DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.remote import Remote, connect
 from meshrl.roles import (
     ModelConfig,
@@ -344,8 +344,8 @@ class Run:
         synced = {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
         values = {**metrics.means(), **corrected(metrics), **stats, **synced, **numbers}
         self._settle()
-        speeds = self._note_health(stats)
-        self.recorder.step(step, {**values, "step_s": seconds}, speeds)
+        used = {CACHE: gauges[CACHE]} if CACHE in gauges else {}
+        self.recorder.step(step, {**values, "step_s": seconds}, {**self._note_health(stats), **used})
         if batch is not None and step % self.config.samples_every == 0:
             await self._keep_samples(step, batch)
 

@@ -8,7 +8,7 @@ in its row, and affects only that row. Environments take turns with a model, and
 sampler. The backend `function` has roles that call Python functions: a reward, or a step of an environment.
 """
 
-from meshrl.tasks import verifiers
+from meshrl.tasks import harness, verifiers
 from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, overlong_penalty, reasoning_format
 from meshrl.tasks.cells import accepted, fill
 from meshrl.tasks.cursor import (
@@ -89,6 +89,7 @@ __all__ = [
     "first_row",
     "from_trl",
     "gathered",
+    "harness",
     "has_processes",
     "in_ranges",
     "is_own",

@@ -29,6 +29,7 @@ from meshrl.config import CODE
 from meshrl.data import OUTCOMES, Batch, OnError, Prompt, with_rewards
 from meshrl.errors import ConfigError, described, did_you_mean, is_unknown
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
+from meshrl.tasks import harness
 from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answer, reasoning_format, reasoning_gym
 from meshrl.tasks.judge import NAME as JUDGE
 from meshrl.tasks.judge import Judge, JudgeConfig, Judged
@@ -87,8 +88,9 @@ class RewardConfig(RoleConfig):
     """The backend that implements the role."""
     function: Function = "exact_match"
     """The reward function: `exact_match`, `numeric_answer`, `math_answer`, `reasoning_format`, `reasoning_gym` (the
-    dataset's scorer), `code_tests` (`sandbox.code_tests`), `judge` (a model, of the table `judge`), `file.py:name` or
-    `package.module:name`. In Python also the function itself.
+    dataset's scorer), `lm_eval` or `lm_eval:MEASURE` (the scorer of a task by name), `code_tests`
+    (`sandbox.code_tests`), `judge` (a model, of the table `judge`), `file.py:name` or `package.module:name`. In Python
+    also the function itself.
 
     Beware of scorers that give partial credit: some give nearly full marks to junk after the right answer.
     """
@@ -384,7 +386,11 @@ async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: 
 
 PURE: Final = frozenset({"exact_match", "numeric_answer", "reasoning_format", "code_tests"})
 """Shipped functions that call no other library."""
-_NEEDS: Final = {"reasoning_gym": ("reasoning_gym", "tasks"), "math_answer": ("math_verify", "maths")}
+_NEEDS: Final = {
+    "lm_eval": ("lm_eval", "evals"),
+    "reasoning_gym": ("reasoning_gym", "tasks"),
+    "math_answer": ("math_verify", "maths"),
+}
 """The library that a shipped function calls, and the extra that installs it."""
 _SHIPPED: dict[str, RewardFunction] = {
     "exact_match": exact_match,
@@ -393,12 +399,19 @@ _SHIPPED: dict[str, RewardFunction] = {
     "numeric_answer": numeric_answer,
     "reasoning_format": reasoning_format,
     "code_tests": code_tests,
+    harness.NAME: harness.scorer(""),
 }
 
 
 def is_own(function: str | Callable[..., object]) -> bool:
     """True if a reward function is the user's, not a shipped one."""
-    return function not in _SHIPPED and function not in _SHIPPED.values()
+    return _shipped_name(function) not in _SHIPPED and function not in _SHIPPED.values()
+
+
+def _shipped_name(function: str | Callable[..., object]) -> str | Callable[..., object]:
+    """Return a name without the measure of `lm_eval:MEASURE`."""
+    own, colon, _ = function.partition(":") if isinstance(function, str) else ("", "", "")
+    return own if colon and own == harness.NAME else function
 
 
 def load_function(function: str | Callable[..., object]) -> RewardFunction:
@@ -415,11 +428,11 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
     short = name.rpartition(":")[2]
     if name.startswith("meshrl.") and short in _SHIPPED:  # so a run is recorded that was given the function itself
         name = short
-    if name in _SHIPPED:
-        library, extra = _NEEDS.get(name, ("", ""))
+    if (shipped := str(_shipped_name(name))) in _SHIPPED:
+        library, extra = _NEEDS.get(shipped, ("", ""))
         if library and importlib.util.find_spec(library) is None:
             raise ConfigError(f"reward function {name!r} needs {library}: pip install 'meshrl[{extra}]'")
-        return _SHIPPED[name]
+        return _SHIPPED[name] if name in _SHIPPED else harness.scorer(name)
     own = load_name("reward function", name, _SHIPPED, inspect.isfunction)
     if not callable(own):
         raise ConfigError(f"reward function {name!r}: is {own!r}, not a function")

@@ -167,7 +167,7 @@ def code_of(completion: str) -> str:
 async def run_tests(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
     """Run code, and then each test in the same namespace. Tests are Python with `assert`."""
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_POOL, _run, code, list(tests), limits or Limits())
+    return await loop.run_in_executor(_POOL, run_tests_here, code, tests, limits)
 
 
 async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) -> float:  # noqa: ARG001 -- a reward's
@@ -186,7 +186,9 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
     return float(result.outcome == "passed")
 
 
-def _run(code: str, tests: list[str], limits: Limits) -> Result:
+def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
+    """Run code and tests like `run_tests`, while the calling thread waits."""
+    limits = limits or Limits()
     began, held, secret = time.monotonic(), enforced(), secrets.token_hex(16)
     other_user = held.other_user and "--user" not in held.prefix
     uid = _FIRST_UID + secrets.randbelow(1 << 29) if other_user else 0
@@ -203,7 +205,7 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
         printed = Path(folder) / "output"
         job = {
             "code": code,
-            "tests": tests,
+            "tests": list(tests),
             "result": write_end,
             "secret": secret,  # precedes the outcome, so that the code cannot report its own
             "uid": uid,  # the user to become, or 0

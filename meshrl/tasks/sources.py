@@ -21,7 +21,7 @@ from meshrl.config import DEEPEST, Config, PathIn, too_deep, validate
 from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
 from meshrl.hub import dataset_rows
 from meshrl.roles import ModelConfig
-from meshrl.tasks import verifiers
+from meshrl.tasks import harness, verifiers
 from meshrl.tasks.cells import plain
 
 Row = dict[str, object]
@@ -55,13 +55,15 @@ class TaskConfig(Config):
 
     source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
     """Where the rows come from: a .jsonl or .parquet file, a dataset of the hub (`hf:ORG/NAME` or
-    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `meshrl:shapes`, `reasoning_gym:NAME`, or `verifiers:TASKSET`."""
+    `hf:ORG/NAME@REVISION`), `meshrl:spell_backward`, `meshrl:shapes`, `reasoning_gym:NAME`, `lm_eval:TASK`, or
+    `verifiers:TASKSET`."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Options of the source. For spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000) and `seed`
     (0). For shapes: `size` (2,000), `pixels` (32) and `seed` (0). For reasoning_gym: `size`, `seed` and the dataset's
-    own options. For verifiers: `python`, the Python that it is installed in (".venv-verifiers/bin/python"), `size`,
-    the most tasks to read, and `env`, the library's own table. For the hub: arguments of `datasets.load_dataset`, such
-    as `name`, the dataset's configuration, and `split` ("train")."""
+    own options. For lm_eval: `split` ("test", or "train"), `num_fewshot` (the task's) and `data` (a file of rows, or a
+    file for each split). For verifiers: `python`, the Python that it is installed in (".venv-verifiers/bin/python"),
+    `size`, the most tasks to read, and `env`, the library's own table. For the hub: arguments of
+    `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split` ("train")."""
     prompt: str = "{question}"
     """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
     table, and `{{` is a brace."""
@@ -165,6 +167,8 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
         return _plain_rows(_numbered(found, config.source), config.images)
     elif source == "reasoning_gym":
         items = _reasoning_gym(name, config.options, rows)
+    elif source == harness.NAME:
+        items = harness.rows(name, config.options, rows)
     elif source == verifiers.NAME:
         items = verifiers.rows(name, config.options, rows)
     else:
@@ -220,7 +224,7 @@ def _file_rows(config: TaskConfig) -> Iterator[tuple[str, Row]]:
     if path.suffix not in readers:
         raise DataError(
             f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {SPELLING}, "
-            "reasoning_gym:NAME or verifiers:TASKSET"
+            "reasoning_gym:NAME, lm_eval:TASK or verifiers:TASKSET"
         )
     if config.options:
         raise DataError(f"task source {config.source!r}: a file takes no options: write task.options = {{}}")

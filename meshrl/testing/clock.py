@@ -11,7 +11,9 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextvars import Context
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import AsyncGeneratorType, BuiltinMethodType, CoroutineType, FrameType, GeneratorType, MethodType
@@ -304,9 +306,19 @@ def simulate(
     """Run a program to its end in a new `VirtualLoop`, and return its result.
 
     `before_each`: called before each callback, which includes each step of a task. Raises `Deadlock`, `LeftRunning`, or
-    what the program raises. A process can run only one simulation at a time.
+    what the program raises. A process can run only one simulation at a time. If a loop runs in this thread, as in a
+    notebook, the simulation runs in another thread while this one waits.
     """
-    loop = VirtualLoop(seed, time_limit, before_each)
+    run = partial(_run, main, VirtualLoop(seed, time_limit, before_each))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "meshrl-simulation") as thread:
+        return thread.submit(copy_context().run, run).result()
+
+
+def _run(main: Callable[[], Coroutine[object, object, T]], loop: VirtualLoop) -> T:
     collecting = gc.isenabled()
     gc.disable()  # automatic collections finalise generators, and so schedule callbacks, at places that no seed chooses
     try:

@@ -1,7 +1,9 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PretrainedConfig
 
-from meshrl import Batch, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights
+from meshrl import (
+    Batch,
+    Policy,
+    PolicyConfig,
+    Ragged,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Weights,
+    publish,
+)
 from meshrl import rollout as drawn_by
 from meshrl.data import Bucket
 from meshrl.errors import DataError, ModelError
@@ -199,3 +213,15 @@ async def test_a_call_whose_rows_nobody_takes_holds_up_no_other() -> None:
     assert [len(row) for row in (await taken).tokens] == [6]
     assert [len(row) for row in (await other).tokens] == [42]
     assert [len(row) async for batch in slow for row in batch.tokens] == [14]
+
+
+async def test_a_run_records_the_highest_share_of_the_cache_between_two_loads(small: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path), log=[])) as run:
+        policy = await run.spawn(Policy, PolicyConfig(model=small))
+        made = await run.spawn(Sampler, SamplerConfig(model=small, slots=8))
+        for rows in (0, 2, 5):
+            if rows:
+                await drawn_by(made, PROMPTS.select(np.arange(rows)), Sampling(max_tokens=4, ignore_eos=True))
+            await publish(policy, made)
+    lines = [json.loads(line) for line in (run.folder / "events.jsonl").read_text("utf-8").splitlines()]
+    assert [line["value"] for line in lines if line.get("name") == "KV cache use"] == [0, 0.25, 0.625]

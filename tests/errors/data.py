@@ -76,6 +76,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "template-of-a-lone-brace": lambda: _load('{"word": "cat", "answer": "tac"}\n', prompt="{word}: {"),
     "too-many-held-out": lambda: _load('{"question": "cat", "answer": "tac"}\n', held_out=512),
     "options-of-a-file": lambda: rl.Task.load(rl.TaskConfig(source="words.jsonl", options={"size": 10})),
+    "task-by-name-without-its-library": lambda: rl.Task.load(rl.TaskConfig(source="lm_eval:gsm8k")),
     "unknown-dataset": lambda: rl.Task.load(rl.TaskConfig(source="reasoning_gym:spell_backwards")),
     "unknown-dataset-option": lambda: rl.Task.load(
         rl.TaskConfig(source="reasoning_gym:spell_backward", options={"max_length": 8})

@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 Files = dict[str, bytes]
+
+
+def ask(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_ENDPOINT does before the libraries are imported, and HF_HUB_OFFLINE=0."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
 
 
 @dataclass

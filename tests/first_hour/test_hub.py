@@ -13,7 +13,7 @@ from meshrl.errors import ModelError
 from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.train.one_rank import TorchPolicy
-from tests.first_hour.hub_server import Files, Hub, serving
+from tests.first_hour.hub_server import Files, Hub, ask, serving
 from tests.first_hour.terminal import FAKES, SMALL, config_of, done, refused
 
 TABLE = """
@@ -27,15 +27,6 @@ sampling.max_tokens = 3
 """
 NEW = NewModel(characters="0123456789+", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)
 NOWHERE = "http://127.0.0.1:9"
-
-
-def ask(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What HF_ENDPOINT does before the libraries are imported, and HF_HUB_OFFLINE=0."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
 
 
 @pytest.fixture(scope="module")

@@ -217,3 +217,11 @@ def test_time_outs_threads_of_functions_and_meshes_without_cores_work() -> None:
         return rows, asyncio.get_running_loop().time()
 
     assert simulate(main, seed=5) == ([0, 0, 1, 1, 2, 2], 3750 + 180)
+
+
+async def test_a_simulation_runs_where_a_loop_runs_as_in_a_notebook() -> None:
+    async def day() -> float:
+        await asyncio.sleep(86_400)
+        return asyncio.get_running_loop().time()
+
+    assert simulate(day) == 86_400

@@ -190,6 +190,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Log-probs of the probe's tokens, except the first of each sequence."""
     transport: str = ""
     """How they arrived, such as "by gloo"."""
+    cache: float = 0.0
+    """The highest share of the KV cache that rows held since the load before."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -264,6 +266,8 @@ class Engine(Protocol):
     """Number of tokens that the model knows."""
     steps: int
     """Number of decode steps."""
+    cache_use: float
+    """Share of the KV cache that rows held after the last step."""
     finished: list[Done]
     """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
 

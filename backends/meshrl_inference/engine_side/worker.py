@@ -94,6 +94,8 @@ class Worker:
         self._sleeps = start.sleep
         self._asleep = set[str]()
         """The parts that are not in a GPU's memory."""
+        self._fullest = 0.0
+        """The highest share of the KV cache in use since the last load."""
         self._swaps = 0
         """Number of times that weights were loaded."""
         self._rows_sent = 0.0
@@ -118,6 +120,7 @@ class Worker:
             self._load_next()
             if engine.decodes:
                 engine.step(self._connection)
+                self._fullest = max(self._fullest, engine.cache_use)
                 self._sleep()  # before the last rows are sent, whose receiver may need the memory
             if engine.finished and (not engine.decodes or time.monotonic() - self._rows_sent > _ROWS_EVERY):
                 self._send(Rows(engine.finished))
@@ -208,7 +211,8 @@ class Worker:
             adapter = order.adapter.name if order.adapter else ""
             logprobs = self._engine.read(order.probe, f"probe {self._swaps}", adapter)
             self._sleep()
-        self._send(Loaded(order.version, steps, seconds, np.array(logprobs, np.float32).tobytes(), outcome.transport))
+        read, fullest, self._fullest = np.array(logprobs, np.float32).tobytes(), self._fullest, 0.0
+        self._send(Loaded(order.version, steps, seconds, read, outcome.transport, fullest))
 
     def _send(self, answer: Answer) -> None:
         with self._sending:  # `_watch` is a thread

@@ -87,6 +87,11 @@ class Decoder:
         self._finished: dict[int, list[Finished]] = {}
 
     @property
+    def filled(self) -> float:
+        """The share of the slots that rows are in."""
+        return self._count / self._most
+
+    @property
     def busy(self) -> bool:
         """True if a row is decoded or waits."""
         return self._count > 0 or self._next < self._rows

@@ -142,6 +142,8 @@ class TorchSampler(SteppingSampler):
         """Why the model's samples cannot be trusted. Empty if they can."""
         self._arrivals = ArrivalLog()
         self._caches: list[Slots] = []
+        self._fullest = 0.0
+        """The highest share of its slots that rows of a call were in since the last weights."""
         self._shared: dict[Sampling, SharedDecoding] = {}
         """The newest for each sampling."""
         self._busy = Counter[str]()
@@ -188,6 +190,7 @@ class TorchSampler(SteppingSampler):
                         break
                     versions = dict(self._usable())
                     decoder.step(versions)
+                    self._fullest = max(self._fullest, decoder.filled)
         finally:
             self._caches.append(cache)
         finished = decoder.take()
@@ -206,7 +209,12 @@ class TorchSampler(SteppingSampler):
             else:
                 cache, slots = self._caches.pop() if self._caches else self._new_cache(), self._config.slots
                 decoder = Decoder(self._model, cache, request, Draw(sampling, seed), slots, routed=self._routed)
-                shared = self._shared[sampling] = SharedDecoding(decoder, self._usable)
+
+                def before() -> Mapping[str, int]:
+                    self._fullest = max(self._fullest, decoder.filled)
+                    return self._usable()
+
+                shared = self._shared[sampling] = SharedDecoding(decoder, before)
                 part = shared.begin(call, partial(self._ended, sampling, shared, cache))
             try:
                 while (finished := await shared.finished(part)) is not None:
@@ -261,7 +269,9 @@ class TorchSampler(SteppingSampler):
                 name, difference = BASE, self._load_whole(weights)
             self._arrivals.note(weights)
             self._versions[name] = weights.version
-        return places if difference is None else places.assign(difference=np.full(len(places), difference))
+        told = {"cache": self._fullest, **({} if difference is None else {"difference": difference})}
+        self._fullest = 0.0
+        return places.assign(**{name: np.full(len(places), value) for name, value in told.items()})
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter. DataError if there is none of that name, or rows are still decoded with it."""
