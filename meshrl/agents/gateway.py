@@ -118,7 +118,7 @@ class Session:
 
     def new_call(self) -> str:
         """A new id for a tool call."""
-        return f"call_{next(self._calls)}"
+        return f"call{next(self._calls):05}"  # nine letters and digits, as templates of Mistral require
 
 
 class Gateway:
