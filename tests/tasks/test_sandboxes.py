@@ -131,7 +131,7 @@ asyncio.run(main())
 async def test_a_local_sandbox_has_the_limits_of_a_models_code() -> None:
     async with open_sandbox("local") as sandbox:
         line = "import socket; socket.create_connection(('127.0.0.1', 1))"
-        assert "not permitted" in (await sandbox.exec(["python3", "-c", line])).output
+        assert "ermitted" in (await sandbox.exec(["python3", "-c", line])).output
         assert "ermission denied" in (await sandbox.exec(["cat", str(Path(__file__))])).output
         await sandbox.exec("kill -9 -1; kill -9 $PPID")
         assert (await sandbox.exec("echo alive")).output == "alive\n"
