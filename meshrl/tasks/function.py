@@ -311,8 +311,8 @@ def placed(
             called = partial(_in_sandbox, code) if sandbox else partial(code.call, "judge", check=finite)
             return partial(called, own.index(function))
         here = load_function(function)
-        if sandbox and is_own(function):
-            return partial(_in_sandbox, CodeHere(partial(Loaded, [function], sandbox)), 0)
+        if takes_sandbox(here):
+            here = partial(_in_sandbox, CodeHere(partial(Loaded, [function], sandbox)), 0)
         return here if seconds is None else _in_time(here, seconds)
 
     return [one(function) for function in functions]
