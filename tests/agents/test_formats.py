@@ -350,8 +350,10 @@ def test_what_is_learned_is_what_was_drawn_in_ten_thousand_conversations() -> No
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
 def test_a_call_that_cannot_be_read_stays_text(family: Family) -> None:
-    whole = family.writes([("look", {"where": "here", "depth": 1})])
-    for text in (whole[:-9], whole.replace("look", "", 1)):
-        said = message_of(f"so: {text}", TOOLS, lambda: "1")
-        assert said.tool_calls == ()
-        assert "so:" in said.content
+    text = family.writes([("look", {"where": "here", "depth": 1})])
+    for part, other in (('"depth": 1', '"depth": '), ("</parameter>", ""), ("</arg_value>", "")):
+        text = text.replace(part, other)
+    said = message_of(f"so: {text}", TOOLS, lambda: "1")
+    assert said.tool_calls == ()
+    assert "so: " in said.content
+    assert "here" in said.content
