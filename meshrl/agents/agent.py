@@ -9,7 +9,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -136,7 +136,9 @@ class Agent:
         session, output = gateway.open(sampling), self._output()
         reward, error, turns, failed = math.nan, None, None, False
         try:
-            async with open_sandbox(self._config.sandbox) if self._config.sandbox else nullcontext() as sandbox:
+            async with AsyncExitStack() as stack:
+                name = self._config.sandbox
+                sandbox = await stack.enter_async_context(open_sandbox(name)) if name else None
                 result = await self._result(gateway, session, row, output, sandbox)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # a user's program may raise anything: the exception is data

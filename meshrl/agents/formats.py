@@ -7,7 +7,7 @@ only what a client reads.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -78,8 +78,7 @@ def _tagged(parameter: str) -> Callable[[re.Match[str], Types], Iterable[Written
 
 def _typed(text: str, schema: object) -> object:
     """The value of a parameter: a text if the tool says so, or if it is not JSON."""
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
-    if declared == "string":
+    if isinstance(schema, Mapping) and cast("Mapping[str, object]", schema).get("type") == "string":
         return text
     try:
         return json.loads(text)

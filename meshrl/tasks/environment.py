@@ -317,7 +317,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
         ) from error
-    check_sandbox("environment.sandbox", config.sandbox, [cast("Callable[..., object]", cls.reset)])
+    check_sandbox("environment.sandbox", config.sandbox, [cast("type[EnvironmentInstance]", cls).reset])
     return lambda: cast("EnvironmentInstance", cls(**config.options))
 
 

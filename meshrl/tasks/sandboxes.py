@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Final, Protocol, TypeAlias, cast
 
 from meshrl import log
@@ -240,7 +240,7 @@ class _Commands(ABC):
                 raise SandboxError("the sandbox has ended, or did not start")
             return await self._run(command, seconds, given, most)
 
-    async def _launch(self, command: Sequence[str], ending: Sequence[str] = (), **options: object) -> None:
+    async def _launch(self, command: Sequence[str], ending: Sequence[str] = (), inside: Path | None = None) -> None:
         """Start the process that the sandbox lives as long as, under a supervisor, and wait until it is ready."""
         self._process = await asyncio.create_subprocess_exec(
             *supervised(command, ending),
@@ -249,7 +249,8 @@ class _Commands(ABC):
             stderr=PIPE,
             start_new_session=True,
             limit=1 << 20,
-            **options,  # type: ignore[arg-type]
+            cwd=inside,
+            env=variables(inside) if inside else None,
         )
 
     async def _is_ready(self) -> None:
@@ -284,7 +285,7 @@ class _Local(_Commands):
 
     async def start(self) -> None:
         command, inside, job = self._folder.enter_context(prepared(_LIMITS))
-        await self._launch(command, cwd=inside, env=variables(inside))
+        await self._launch(command, inside=inside)
         await self._send(job)
         await self._is_ready()
 

@@ -273,8 +273,9 @@ def masks(words: Words, batch: Batch, target: NDArray[np.int64]) -> Tensor | Non
     places = target[order]
     bits: Bits | None = None
     for span in _spans(batch):
-        some = slice(*np.searchsorted(places, (span.begin, span.begin + len(span.tokens))).tolist())
-        if not len(places[some]):
+        low, high = np.searchsorted(places, (span.begin, span.begin + len(span.tokens))).tolist()
+        some = slice(low, high)
+        if low == high:
             continue
         grammars = grammars_of(words)
         bits = grammars.fill([None] * len(target)) if bits is None else bits
