@@ -451,7 +451,7 @@ class Conversation:
     ) -> Ints | None:
         """As `_behind`, for a template that refuses a tool's answer without a call: with the mark in a call.
 
-        The token that ended the answer tells what belongs to the call from what is behind it.
+        What belongs to the call ends with the token that ended the answer.
         """
         calls = [
             msgspec.structs.replace(call, function=Function(call.function.name, json.dumps({"mark": mark})))

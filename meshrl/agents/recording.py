@@ -97,7 +97,7 @@ class Recording:
 
     @property
     def feedback(self) -> Path:
-        """The file of what was said about answers, `feedback.jsonl` beside the rows."""
+        """The file of what was said about answers, `feedback.jsonl` next to the rows."""
         return self.file.with_name("feedback.jsonl")
 
     def judge(self, told: Feedback) -> None:
@@ -269,6 +269,6 @@ def _feedback_in(file: Path) -> tuple[Mapping[str, float], Mapping[str, bool]]:
 
 
 def _said_of(row: Mapping[str, Any], values: Mapping[str, object], otherwise: object) -> Any:
-    """What was said of a row, or else of its newest answer of which something was."""
+    """What was said of a row, or else of its newest answer with feedback."""
     names = [str(row["id"]), *reversed(cast("list[str]", row.get("answers", [])))]
     return next((values[name] for name in names if name in values), otherwise)

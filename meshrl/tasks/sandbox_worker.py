@@ -257,7 +257,7 @@ def _run(job: dict[str, Any], here: Path) -> NoReturn:
 
 
 def _serve(job: dict[str, Any], here: Path) -> NoReturn:
-    """Run commands one by one, until the input ends. What one leaves running goes on beside the next.
+    """Run commands one by one, until the input ends. What one leaves running continues during the next.
 
     Each is a line of JSON, followed by its standard input. Its answer is a line too, followed by the end of its output.
     """
