@@ -330,8 +330,8 @@ class _Container(_Commands):
             own = "/" in image and image.startswith((".", "/"))
             line = 'apptainer instance start --containall --writable-tmpfs --net --network none "$1" "$0"'
             place = image if own or "://" in image else f"docker://{image}"
-            held = f'{line} >&2 && echo ready && cat; apptainer instance stop "$0" >&2'
-            await self._launch(["sh", "-c", held, name, place], [runtime, "instance", "stop", name])
+            whole = f'{line} >&2 && echo ready && cat; apptainer instance stop "$0" >&2'
+            await self._launch(["sh", "-c", whole, name, place], [runtime, "instance", "stop", name])
         else:
             options = ["--rm", "--interactive", "--network", "none", "--memory", f"{_LIMITS.memory_mib}m"]
             options += ["--pids-limit", str(_LIMITS.processes), "--name", name, "--entrypoint", "sh"]

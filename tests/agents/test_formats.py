@@ -73,7 +73,7 @@ def plain(value: object) -> str:
 
 
 def each(form: Callable[[str, dict[str, Any], int], str], before: str = "", after: str = "") -> Any:
-    return lambda calls: before + "".join(form(*call, at) for at, call in enumerate(calls)) + after
+    return lambda calls: before + "".join(form(name, given, at) for at, (name, given) in enumerate(calls)) + after
 
 
 def hermes(name: str, given: dict[str, Any], at: int) -> str:

@@ -295,14 +295,15 @@ def test_sandboxes_that_do_not_fit(stub: Any, tmp_path: Path, monkeypatch: pytes
         def reward(**keys: Any) -> object:
             return FunctionReward(rl.RewardConfig(**keys))
 
-        for make, match in (
+        cases: list[tuple[Callable[[], object], str]] = [
             (lambda: environment(source=f"{mine}:Shell"), "takes a sandbox: set environment.sandbox"),
             (lambda: environment(source=f"{mine}:Bare", sandbox="local"), "nothing takes one"),
             (lambda: environment(source=f"{mine}:Shell", sandbox="stubb:1"), "stub:ARGUMENT; did you mean 'stub'"),
             (lambda: reward(function=f"{mine}:plain", sandbox="stub:"), "write `async def`"),
             (lambda: reward(function=f"{mine}:judge"), "takes a sandbox: set reward.sandbox"),
             (lambda: Agent(AgentConfig(source=f"{mine}:solve")), "takes a sandbox: set agent.sandbox"),
-        ):
+        ]
+        for make, match in cases:
             with pytest.raises(ConfigError, match=match):
                 make()
         monkeypatch.setenv("PATH", str(tmp_path))
