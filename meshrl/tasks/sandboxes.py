@@ -66,7 +66,10 @@ class Sandbox(Protocol):
     async def exec(
         self, command: str | Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", output_bytes: int = 65536
     ) -> Ran:
-        """Run a line of `sh`, or a program with its arguments, to its end. It is killed after `seconds`."""
+        """Run a line of `sh`, or a program with its arguments, to its end. It is killed after `seconds`.
+
+        `output_bytes`: the output that is kept, in bytes.
+        """
         ...
 
     async def read(self, path: str) -> bytes:
