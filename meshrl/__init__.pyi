@@ -127,6 +127,7 @@ from .tasks import Environment as Environment
 from .tasks import EnvironmentConfig as EnvironmentConfig
 from .tasks import Episodes as Episodes
 from .tasks import RewardConfig as RewardConfig
+from .tasks import Sandbox as Sandbox
 from .tasks import Task as Task
 from .tasks import TaskConfig as TaskConfig
 from .tasks import answer_pairs as answer_pairs
@@ -138,5 +139,6 @@ from .tasks import least_margins as least_margins
 from .tasks import math_answer as math_answer
 from .tasks import mismatched as mismatched
 from .tasks import numeric_answer as numeric_answer
+from .tasks import open_sandbox as open_sandbox
 from .tasks import overlong_penalty as overlong_penalty
 from .tasks import rejected_answers as rejected_answers

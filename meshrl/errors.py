@@ -146,6 +146,10 @@ class MachineFault(MeshrlError):
     """The machine had no space, files, processes, memory or container for a user's code, however often it was tried."""
 
 
+class SandboxError(MeshrlError):
+    """A sandbox has ended before its episode, or a file of it cannot be read or written."""
+
+
 def tells_of_no_room(text: str) -> bool:
     """True if a program says that the machine had no space, files, processes or memory for it."""
     return _NO_ROOM_TOLD.search(text) is not None

@@ -9,7 +9,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
@@ -30,7 +30,17 @@ from meshrl.agents.protocol import MODEL
 from meshrl.data import OUTCOMES, Batch, Ragged, with_rewards
 from meshrl.errors import ConfigError, DataError, causes_of, described, is_of_machine, is_unknown, shortened
 from meshrl.roles import Sampling
-from meshrl.tasks import Row, UserCode, awaited, finite, has_processes
+from meshrl.tasks import (
+    Row,
+    Sandbox,
+    UserCode,
+    awaited,
+    check_sandbox,
+    finite,
+    has_processes,
+    open_sandbox,
+    takes_sandbox,
+)
 from meshrl.user_code import RAISED, FirstErrors, is_async, load_name, tried_again, unless_cancelled
 
 _RETRIES: Final = 8
@@ -80,6 +90,8 @@ class Agent:
         self._room = asyncio.Semaphore(config.concurrency)
         self._function = load_agent(config)
         self._reward = load_reward(config)
+        functions = [each for each in (self._function, self._reward) if each is not None]
+        check_sandbox("agent.sandbox", config.sandbox, functions)
         names = (_if_plain(self._function, config.source), _if_plain(self._reward, config.reward))
         self._apart = cache(partial(UserCode, partial(Plain, *names)))
         self._is_apart = any(names)
@@ -131,7 +143,10 @@ class Agent:
         reward, error, turns, failed = math.nan, None, None, False
         traces, metrics = dict[str, float](), dict[str, float]()
         try:
-            result = await self._result(gateway, session, row, output)
+            async with AsyncExitStack() as stack:
+                name = self._config.sandbox
+                sandbox = await stack.enter_async_context(open_sandbox(name)) if name else None
+                result = await self._result(gateway, session, row, output, sandbox)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
             traces, metrics = _numbers_of(result, "traces", math.nan), _numbers_of(result, "metrics")
         except RAISED as raised:  # a user's program may raise anything: the exception is data
@@ -167,9 +182,16 @@ class Agent:
         (folder / f"{number - config.outputs_kept:08d}.txt").unlink(missing_ok=True)
         return Output(config.output_mib << 20, folder / f"{number:08d}.txt")
 
-    async def _result(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
+    async def _result(
+        self,
+        gateway: Gateway,
+        session: Session,
+        row: Mapping[str, object],
+        output: Output,
+        sandbox: Sandbox | None,
+    ) -> object:
         """Return the program's result. Raises its exception or TimeoutError. The program's task always ends here."""
-        work = _Work()
+        work = _Work(sandbox)
         playing = asyncio.create_task(_outcome(self._judged(gateway, session, row, output, work)))
         try:
             if not (await asyncio.wait([playing], timeout=self._config.timeout))[0]:
@@ -192,7 +214,7 @@ class Agent:
             return result
         arguments = (session.conversation.transcripts(), copy.deepcopy(dict(row)), result)
         if is_async(self._reward) or not has_processes():
-            return await work.of(awaited(self._reward(*arguments)))
+            return await work.of(awaited(self._reward(*arguments, **work.given(self._reward))))
         return await self._apart().call("judge", *arguments, check=_same, alone=True)
 
     async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
@@ -202,7 +224,7 @@ class Agent:
             async with openai.AsyncOpenAI(
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
             ) as client:
-                return await work.of(awaited(self._function(client, own)))
+                return await work.of(awaited(self._function(client, own, **work.given(self._function))))
         if self._function is not None:
             arguments = (session.url, session.token, own)
             return await self._apart().call("solve", *arguments, check=_same, alone=True)
@@ -252,9 +274,14 @@ def _same(result: object) -> object:
 class _Work:
     """A user's coroutine. If it survives its cancellation, it is abandoned."""
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox: Sandbox | None) -> None:
         self._has_begun = False
         self._is_left = False
+        self._sandbox = sandbox
+
+    def given(self, function: Callable[..., object]) -> Mapping[str, object]:
+        """The argument of a function that takes a sandbox."""
+        return {"sandbox": self._sandbox} if takes_sandbox(function) else {}
 
     @coroutine
     def of(self, working: Coroutine[object, object, object]) -> Generator[object, object, object]:

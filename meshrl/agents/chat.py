@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 
+from meshrl.agents.formats import calls_in, without_channels
 from meshrl.data import Constraint, Masks
 from meshrl.errors import BackendError, DataError
 from meshrl.roles import ModelConfig, backends_with, function_of, masks_of, takes_images
-from meshrl.tags import without_special
 
 Tool: TypeAlias = Mapping[str, object]
 """A tool as a request has it: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
@@ -44,15 +43,19 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
 
-    def shown(self) -> Mapping[str, object]:
-        """The message as chat templates read it. Arguments of calls become values if they are valid JSON."""
+    def shown(self, *, as_text: bool = False) -> Mapping[str, object]:
+        """The message as chat templates read it. Arguments of calls become values if they are valid JSON.
+
+        `as_text`: they stay text, for templates that put them between other texts.
+        """
         calls = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": arguments if as_text else _value(arguments)},
             }
             for call in self.tool_calls
+            for arguments in [call.function.arguments]
         ]
         shown = {
             "role": ROLES.get(self.role, self.role),
@@ -215,33 +218,8 @@ def _value(arguments: str) -> object:
         return arguments
 
 
-_TAGGED: Final = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-class _Written(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"")
-    parameters: msgspec.Raw = msgspec.Raw(b"")
-
-
 def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str]) -> Message:
     """The model's text as a client's message, with calls separated. If a call cannot be read, all stays text."""
-    if not tools:
-        return Message("assistant", text)
-    tagged = _TAGGED.findall(text)
-    texts = tagged or [without_special(text)]
-    calls = tuple(call for each in texts if (call := _call_in(each, new_id)) is not None)
-    functions = [tool.get("function") for tool in tools]
-    names: list[Any] = [each.get("name") for each in functions if isinstance(each, dict)]
-    if len(calls) < len(texts) or not (tagged or calls[0].function.name in names):
-        return Message("assistant", text)
-    return Message("assistant", _TAGGED.sub("", text).strip() if tagged else "", tool_calls=calls)
-
-
-def _call_in(text: str, new_id: Callable[[], str]) -> ToolCall | None:
-    try:
-        written = msgspec.json.decode(text.strip(), type=_Written)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return None
-    name, arguments = new_id(), bytes(written.arguments or written.parameters).decode() or "{}"
-    return ToolCall(id=name, function=Function(written.name, arguments)) if arguments.startswith("{") else None
+    rest, written = calls_in(text, tools) if tools else (text, ())
+    calls = [ToolCall(id=own or new_id(), function=Function(name, given)) for name, given, own in written]
+    return Message("assistant", without_channels(rest), tool_calls=tuple(calls))

@@ -12,7 +12,7 @@ from meshrl.agents.tools import check_servers, player
 from meshrl.config import CODE, Config
 from meshrl.data import OnError
 from meshrl.errors import ConfigError
-from meshrl.tasks import verifiers
+from meshrl.tasks import check_awaits, takes_sandbox, verifiers
 from meshrl.user_code import load_name, signature_of
 
 
@@ -39,6 +39,9 @@ class AgentConfig(Config):
     reward: Annotated[str, CODE] = ""
     """A function that judges an episode, named as in `source`, async or not. It is called with the episode's
     transcripts, the task's row and what the program returned, or a command wrote, and returns the reward."""
+    sandbox: str = ""
+    """The sandbox of each episode, for the functions of `source` and `reward` that have a parameter `sandbox`: `local`,
+    `container:IMAGE`, or one that a package adds."""
     image: str = ""
     """Container image in which the command runs. Without a command, the image's own command runs."""
     runtime: Runtime = "docker"
@@ -105,8 +108,9 @@ def _function(what: str, source: str, *arguments: str) -> Callable[..., object]:
     function = load_name(what, source, (), inspect.isfunction)
     if not callable(function):
         raise ConfigError(f"{what} {source!r}: is {function!r}, not a function")
+    check_awaits(f"{what} {source!r}", function)
     try:
-        signature_of(function).bind(*arguments)
+        signature_of(function).bind(*arguments, **({"sandbox": "a sandbox"} if takes_sandbox(function) else {}))
     except TypeError as error:
         called = f"{', '.join(arguments[:-1])} and {arguments[-1]}"
         raise ConfigError(f"{what} {source!r}: is called with {called}, and does not fit: {error}") from error

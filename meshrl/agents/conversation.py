@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshrl import log
-from meshrl.agents.chat import Chat, Message, SeeingChat, Tool, key_after
+from meshrl.agents.chat import Chat, Function, Message, SeeingChat, Tool, key_after
 from meshrl.agents.meaning import Meaning, added_to, difference, meanings_of
 from meshrl.data import FINGERPRINTS, IMAGES, Batch, Images, Ragged, Source, Span, masked_text, names_in, unmarked
 from meshrl.errors import DataError
@@ -433,13 +433,40 @@ class Conversation:
         mark, sent = _MARK, json.dumps([message.shown() for message in messages])
         while mark in sent:
             mark += "-"
-        shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
         try:
-            text = self._rendered(shown, tools, images)
-        except DataError:  # such as a template that requires a call before a tool's answer
-            return None
+            text = self._rendered(_marked(messages, end, Message("assistant", mark)), tools, images)
+        except DataError:
+            return self._behind_call(messages, end, tools, turn, images, mark)
         # If the template repeats or changes the mark, the text after it is unknown.
         return self._encoded(text.partition(mark)[2], turn) if text.count(mark) == 1 else None
+
+    def _behind_call(
+        self,
+        messages: Sequence[Message],
+        end: int,
+        tools: Sequence[Tool],
+        turn: Turn,
+        images: Mapping[str, bytes],
+        mark: str,
+    ) -> Ints | None:
+        """As `_behind`, for a template that refuses a tool's answer without a call: with the mark in a call.
+
+        What belongs to the call ends with the token that ended the answer.
+        """
+        calls = [
+            msgspec.structs.replace(call, function=Function(call.function.name, json.dumps({"mark": mark})))
+            for call in messages[end - 1].tool_calls
+        ]
+        last = turn.drawn.tokens[-1]
+        if not calls or last not in self._chat.ends:
+            return None
+        try:
+            text = self._rendered(_marked(messages, end, Message("assistant", tool_calls=tuple(calls))), tools, images)
+        except DataError:
+            return None
+        behind = self._encoded(text.rpartition(mark)[2], turn)
+        places = np.flatnonzero(behind == last)
+        return behind[places[0] :] if text.count(mark) == len(calls) and len(places) else None
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages, without special tokens in answers if the template refuses those."""
@@ -472,6 +499,11 @@ class Conversation:
 
     def _encoded(self, text: str, turn: Turn | None = None) -> Ints:
         return np.array(self._chat.encode(text, turn.drawn.tokens.tolist() if turn else ()), np.int32)
+
+
+def _marked(messages: Sequence[Message], end: int, answer: Message) -> Sequence[Message]:
+    """Messages with another answer in place of that before `end`."""
+    return [*messages[: end - 1], answer, *messages[end:]]
 
 
 def _named(messages: Iterable[Message]) -> list[str]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Self, cast
 
+import msgspec
 import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
@@ -55,6 +56,15 @@ _KINDS: Final[Mapping[str, type[protocol.ModelRequest]]] = {
     "messages/count_tokens": messages.CountRequest,
 }
 """The kind of request that each path takes."""
+
+
+class Feedback(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What somebody thinks of an answer, perhaps long after it."""
+
+    id: str
+    """The id of an answer, as its client got it, or of a recorded row."""
+    reward: float | None = None
+    label: bool | None = None
 
 
 _MODELS: Final[protocol.Json] = {
@@ -109,6 +119,8 @@ class Session:
     """What the sampler raised, which is not the program's fault. Reset to None by the next answer."""
     askers: list[str] = field(default_factory=list[str], repr=False)
     """Who asked for each answer: the request's header X-Session-ID, or ""."""
+    feedback: Callable[[Feedback], None] | None = field(default=None, repr=False)
+    """Keeps feedback on its answers. None if nobody does."""
     draws: dict["asyncio.Future[list[Answer]]", Prompt] = field(default_factory=dict, repr=False)
     """The answers that its requests wait for, each with its prompt."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
@@ -120,7 +132,7 @@ class Session:
 
     def new_call(self) -> str:
         """A new id for a tool call."""
-        return f"call_{next(self._calls)}"
+        return f"call{next(self._calls):05}"  # nine letters and digits, as templates of Mistral require
 
 
 class Gateway:
@@ -141,7 +153,8 @@ class Gateway:
             routes=[
                 Route(f"/s/{{session}}/v1/{path}", self._endpoint(kind), methods=["POST" if kind else "GET"])
                 for path, kind in paths.items()
-            ],
+            ]
+            + [Route("/s/{session}/v1/feedback", self._feedback, methods=["POST"])],
             exception_handlers={404: _unknown, 405: _unknown},
         )
 
@@ -251,6 +264,31 @@ class Gateway:
                 return failed(400 if isinstance(error, DataError) else 500, str(error))
 
         return endpoint
+
+    async def _feedback(self, request: Request) -> Response:
+        """Keep what somebody thinks of an answer."""
+        failed = partial(_failed, request.url.path)
+        session = self._session_of(request)
+        if session is None:
+            return failed(401, "no open session of this URL has this key: use the url and the token of one")
+        if session.feedback is None:
+            return failed(404, "nobody keeps feedback here: `meshrl record` does")
+        try:
+            told = protocol.decoded(await self._body(request), Feedback)
+            if told.reward is None and told.label is None:
+                raise DataError("feedback has a reward, a label, or both, and this has none")
+            session.feedback(told)
+        except ClientDisconnect:
+            return Response(status_code=_LEFT)
+        except TimeoutError:
+            return failed(408, "the body did not come in time (timeout)")
+        except _Refused as error:
+            return failed(error.status, str(error), error.code)
+        except DataError as error:
+            return failed(400, str(error))
+        except OSError as error:
+            return failed(507, f"it cannot be kept: {described(error)}")
+        return protocol.json_response(200, {"id": told.id})
 
     def _session_of(self, request: Request) -> Session | None:
         session = self._sessions.get(str(request.path_params.get("session")))

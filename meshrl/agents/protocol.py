@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from starlette.responses import Response
@@ -40,6 +40,7 @@ _THOUGHT: Final = re.compile("(</?think>)")
 """Tags that are separate pieces of a stream. Clients such as pydantic-ai see a thought by these."""
 _TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+T = TypeVar("T")
 Json: TypeAlias = dict[str, Any]
 """An object of JSON."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
@@ -590,7 +591,7 @@ def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
     return () if choice == "none" else tools or ()
 
 
-def decoded(body: bytes, kind: type[ModelRequest]) -> ModelRequest:
+def decoded(body: bytes, kind: type[T]) -> T:
     """Parse a request. Raises DataError that names the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)

@@ -11,6 +11,7 @@ that a task has read into columns.
 import asyncio
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ import numpy as np
 from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import PER_TOKEN, Transcript, Turn, ragged_columns
-from meshrl.agents.gateway import Gateway, Session
+from meshrl.agents.gateway import Feedback, Gateway, Session
 from meshrl.data import IMAGES, MASKED, Batch, Images, data_url, names_in
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
@@ -36,6 +37,8 @@ _LOOK: Final = 1.0
 """Longest time between two checks for finished conversations, in seconds."""
 _BLOCK: Final = 1 << 20
 """Bytes per read in the search for the end of the last whole line."""
+_ANSWER: Final = re.compile(r"[0-9a-f]{16}-\d+\Z")
+"""What of an answer's id stands in its row: the rest differs by protocol."""
 _PER_ROW: Final[Mapping[str, type[np.generic]]] = {
     "oldest_version": np.int32,
     "temperature": np.float32,
@@ -65,6 +68,7 @@ class Recording:
             os.close(self._lock)
             raise ConfigError(f"{self.file}: another process records there: give another folder") from error
         _cut(self.file)
+        _cut(self.feedback)
         return self
 
     def __exit__(
@@ -88,18 +92,17 @@ class Recording:
         lines = [
             msgspec.json.encode(self._line(*row, number)) + b"\n" for number, row in enumerate(rows, self.rows + 1)
         ]
-        with self.file.open("ab") as out:
-            whole = out.tell()
-            try:
-                out.writelines(lines)
-                out.flush()
-                os.fsync(out.fileno())
-            except OSError:
-                with suppress(OSError):
-                    out.close()
-                os.truncate(self.file, whole)
-                raise
+        _append(self.file, lines)
         self.rows += len(rows)
+
+    @property
+    def feedback(self) -> Path:
+        """The file of what was said about answers, `feedback.jsonl` next to the rows."""
+        return self.file.with_name("feedback.jsonl")
+
+    def judge(self, told: Feedback) -> None:
+        """Append feedback. OSError if the disk has no room for it."""
+        _append(self.feedback, [msgspec.json.encode(told) + b"\n"])
 
     def _line(self, session: str, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
         tokens, drawn = batch.tokens[row].tolist(), transcript.drawn.tokens.tolist()
@@ -107,6 +110,7 @@ class Recording:
         return {
             "id": f"{self._began}-{number}",
             "session": session,
+            "answers": [f"{session}-{turn + 1}" for turn in np.unique(batch.ragged("turn")[row]).tolist() if turn >= 0],
             "messages": [message.shown() for message in (*transcript.messages, *answer)],
             "tools": transcript.tools,
             "prompt": self._prompt(transcript, tokens),
@@ -134,6 +138,21 @@ class Recording:
             return self.chat.render(transcript.messages, transcript.tools)
         except DataError:  # a template may refuse the messages, such as two calls at once
             return self.chat.decode(tokens[: -len(transcript.drawn.tokens)])
+
+
+def _append(file: Path, lines: Sequence[bytes]) -> None:
+    """Append lines, all or none. Raises OSError if the disk has no room."""
+    with file.open("ab") as out:
+        whole = out.tell()
+        try:
+            out.writelines(lines)
+            out.flush()
+            os.fsync(out.fileno())
+        except OSError:
+            with suppress(OSError):
+                out.close()
+            os.truncate(file, whole)
+            raise
 
 
 def _cut(file: Path) -> None:
@@ -169,6 +188,7 @@ async def record(
     """
     opened = [gateway.open(sampling) for _ in range(sessions)]
     for session in opened:
+        session.feedback = recording.judge
         names = {"OPENAI": session.url, "ANTHROPIC": session.root}
         lines = [f"export {name}_BASE_URL={url}\nexport {name}_API_KEY={session.token}" for name, url in names.items()]
         say("\n".join(lines))  # at once: who reads it may stop after the first lines
@@ -208,11 +228,13 @@ def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> l
     ]
 
 
-def recorded(batch: Batch) -> Batch:
+def recorded(batch: Batch, feedback: Path | None = None) -> Batch:
     """Restore the columns of a task's rows that `meshrl record` wrote, token for token.
 
     Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature`, `truncated` and
-    `masked` from the table in each row's `row`. Raises DataError if they are missing.
+    `masked` from the table in each row's `row`. With a file of `feedback` also `rewards` (float32) and `label` (bool or
+    None): the last that was said of a row or of its newest answer, NaN and None if nothing was. Raises DataError if
+    they are missing, or for a line of feedback that cannot be read.
     """
     rows = cast("tuple[Mapping[str, Any], ...]", batch.objects("row") if len(batch) else ())
     for number, row in enumerate(rows):
@@ -222,4 +244,31 @@ def recorded(batch: Batch) -> Batch:
     if any(IMAGES in row for row in rows):
         files = [[decoded_url(url, f"row {number}") for url in row.get(IMAGES, ())] for number, row in enumerate(rows)]
         batch = batch.assign(images=Images.of(files))
+    if feedback is not None:
+        rewards, labels = _feedback_in(feedback)
+        batch = batch.assign(
+            rewards=np.array([_said_of(row, rewards, np.nan) for row in rows], np.float32),
+            label=[_said_of(row, labels, None) for row in rows],
+        )
     return batch.assign(**ragged_columns(rows), **per_row, masked=[row.get(MASKED) for row in rows])
+
+
+def _feedback_in(file: Path) -> tuple[Mapping[str, float], Mapping[str, bool]]:
+    """Return the last reward and the last label of each id. There may be no file."""
+    rewards, labels = dict[str, float](), dict[str, bool]()
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
+        try:
+            told = msgspec.json.decode(line, type=Feedback)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{file}, line {number}: {error}") from error
+        name = _ANSWER.search(told.id)
+        for values, value in ((rewards, told.reward), (labels, told.label)):
+            if value is not None:
+                cast("dict[str, object]", values)[name.group() if name else told.id] = value
+    return rewards, labels
+
+
+def _said_of(row: Mapping[str, Any], values: Mapping[str, object], otherwise: object) -> Any:
+    """What was said of a row, or else of its newest answer with feedback."""
+    names = [str(row["id"]), *reversed(cast("list[str]", row.get("answers", [])))]
+    return next((values[name] for name in names if name in values), otherwise)

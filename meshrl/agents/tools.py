@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, TypeAlias, cast
 
-from meshrl.errors import ConfigError, Discard, described
+from meshrl.errors import ConfigError, Discard, causes_of, described
 
 KIND: Final = "mcp"
 """What the name of a server begins with."""
@@ -45,7 +45,7 @@ def player(servers: Sequence[str], turns: int, seconds: float, most: int) -> Sol
     time limit of a call. `most`: characters of its result that the model gets.
     """
 
-    async def solve(client: object, row: Mapping[str, object]) -> object:
+    async def converse(client: object, row: Mapping[str, object]) -> object:
         own: Any = client
         async with AsyncExitStack() as stack:
             tools = [await _connected(stack, server) for server in servers]
@@ -63,6 +63,12 @@ def player(servers: Sequence[str], turns: int, seconds: float, most: int) -> Sol
                     cut = result if len(result) <= most else f"{result[:most]}\n[{len(result) - most} characters more]"
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": cut})
         return None
+
+    async def solve(client: object, row: Mapping[str, object]) -> object:
+        try:
+            return await converse(client, row)
+        except ExceptionGroup as group:  # of the tasks of a connection, which end with what is raised next to them
+            raise next((each for each in causes_of(group) if isinstance(each, Discard)), group) from None
 
     return solve
 

@@ -212,7 +212,8 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     prompt, answer, row = first_row(task)
     completions = ("", next(iter(accepted(answer)), ""))
     for name, function in reward.called.items():
-        tried = try_reward(function, cast("str", prompt), completions, row | {"answer": answer}, _PATIENCE)
+        judged = row | {"answer": answer}
+        tried = try_reward(function, cast("str", prompt), completions, judged, _PATIENCE, reward.sandbox)
         errors = [error for _, error in tried if error]
         key = f"reward.functions.{name}" if name else "reward.function"
         if errors and len(errors) == len(tried):

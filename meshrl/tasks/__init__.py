@@ -36,6 +36,7 @@ from meshrl.tasks.function import (
 )
 from meshrl.tasks.images import decoded_url
 from meshrl.tasks.sandbox import code_tests
+from meshrl.tasks.sandboxes import Ran, Sandbox, check_awaits, check_sandbox, open_sandbox, takes_sandbox
 from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import (
     answer_pairs,
@@ -66,10 +67,12 @@ __all__ = [
     "EnvironmentConfig",
     "Episodes",
     "PromptEvent",
+    "Ran",
     "Ranges",
     "RewardConfig",
     "RewardFunction",
     "Row",
+    "Sandbox",
     "StepAccount",
     "Task",
     "TaskConfig",
@@ -78,6 +81,8 @@ __all__ = [
     "answer_pairs",
     "as_ranges",
     "awaited",
+    "check_awaits",
+    "check_sandbox",
     "code_tests",
     "counted",
     "data_cursor",
@@ -104,11 +109,13 @@ __all__ = [
     "mismatched",
     "numbered_rows",
     "numeric_answer",
+    "open_sandbox",
     "overlong_penalty",
     "prompts_of",
     "read_rows",
     "reasoning_format",
     "rejected_answers",
+    "takes_sandbox",
     "try_reward",
     "verifiers",
 ]

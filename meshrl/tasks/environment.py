@@ -20,7 +20,8 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
-from meshrl.tasks.function import PURE, RewardFunction, gathered, load_function
+from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function
+from meshrl.tasks.sandboxes import Sandboxes, check_sandbox, started
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import CodeHere, UserCode, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, signature_of, tried_again, unless_cancelled
@@ -36,7 +37,10 @@ class EnvironmentInstance(Protocol):
     """The class that a user writes. Each episode has an instance, and its `close()`, if it has one, is called last."""
 
     def reset(self, row: Row, /) -> str | Awaitable[str]:
-        """Begin the episode of a task's row, and return the first prompt. The same row must give the same prompt."""
+        """Begin the episode of a task's row, and return the first prompt. The same row must give the same prompt.
+
+        With `environment.sandbox` it has a second parameter, `sandbox` (`Sandbox`).
+        """
         ...
 
     def step(self, completion: str, /) -> Step | Awaitable[Step]:
@@ -65,6 +69,9 @@ class EnvironmentConfig(RoleConfig):
     """Calls of async methods that run at once."""
     turn_timeout: float | None = Field(default=None, gt=0)
     """Time limit of each call of a method in seconds. Beyond it the episode fails."""
+    sandbox: str = ""
+    """The sandbox of each episode, which `reset(row, sandbox)` gets: `local`, `container:IMAGE`, or one that a package
+    adds. It is stopped after `close`."""
     errors: OnError = "mask"
     """What becomes of an episode whose environment raises. `mask`: its reward is unknown: nothing is learned from it.
     `zero`: its reward is 0. `stop`: the run ends."""
@@ -111,6 +118,7 @@ class FunctionEnvironment(Environment):
         runs_here = config.source in _SHIPPED or config.source.removeprefix("reward:") in PURE or not has_processes()
         self._code = CodeHere(make) if runs_here else UserCode(make, config.turn_timeout, _LIMIT)
         self._concurrency = config.concurrency
+        self._has_sandbox = bool(config.sandbox)
         self._running: set[int] = set()
         self._errors = FirstErrors(f"an environment raised; its episode gets {OUTCOMES[config.errors]}")
 
@@ -133,6 +141,8 @@ class FunctionEnvironment(Environment):
             async def begin() -> str:
                 await self._drop(numbers[index])  # it is begun again
                 self._running.add(numbers[index])
+                if self._has_sandbox:
+                    await started(self._code.call("start", numbers[index], check=_nothing), "environment.turn_timeout")
                 return await self._code.call("reset", numbers[index], copy.deepcopy(row), check=_prompt)
 
             try:
@@ -197,18 +207,21 @@ class FunctionEnvironment(Environment):
         return np.nan if is_unknown(error) else 0.0, self._errors.describe(error)
 
 
-class Instances:
+class Instances(Sandboxes):
     """The environments of running episodes, in their process. A method returns what the user's returns."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         """Load the class. Raises as `load_environment`."""
+        super().__init__(config.sandbox)
+        self._has_sandbox = bool(config.sandbox)
         self._make = load_environment(config)
         self._instances: dict[int, EnvironmentInstance] = {}
 
     def reset(self, number: int, row: Row) -> object:
         """Make an instance, and call its `reset`."""
         instance = self._instances[number] = self._make()
-        return instance.reset(row)
+        reset: Callable[..., object] = instance.reset
+        return reset(row, sandbox=self.of(number)) if self._has_sandbox else reset(row)
 
     def step(self, number: int, completion: str) -> object:
         """Call an instance's `step`. RuntimeError if another episode has ended the process that had it."""
@@ -217,9 +230,18 @@ class Instances:
         return self._instances[number].step(completion)
 
     def close(self, number: int) -> object:
-        """Drop an instance, and call its `close`, if it has one."""
+        """Drop an instance, call its `close`, if it has one, and stop its sandbox."""
         close: Callable[[], object] | None = getattr(self._instances.pop(number, None), "close", None)
+        if self._has_sandbox:
+            return self._close_all(number, close)
         return close() if close is not None else None
+
+    async def _close_all(self, number: int, close: Callable[[], object] | None) -> None:
+        try:
+            if close is not None:
+                await awaited(close())
+        finally:
+            await self.stop(number)
 
 
 class _OneTurn:
@@ -295,6 +317,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
         ) from error
+    check_sandbox("environment.sandbox", config.sandbox, [cast("type[EnvironmentInstance]", cls).reset])
     return lambda: cast("EnvironmentInstance", cls(**config.options))
 
 

@@ -60,15 +60,15 @@ class Episodes(Sampler):
             try:
                 live = await self._draw(live, one)
                 stopped = np.asarray(live.row("aborted"), np.bool_)
-                if stopped.any():
-                    yield live.select(stopped).drop("turn_text")
-                    live = live.select(~stopped)
+                aborted, live = live.select(stopped).drop("turn_text"), live.select(~stopped)
+                if len(aborted):
+                    yield aborted
                 over, live = await self._answer(live)
-            except Exception:
+                if len(over):
+                    yield over
+            except BaseException:  # also when cancelled: what an environment holds ends with its episode
                 await self._on_its_rank(self._environment.close, live)
                 raise
-            if len(over):
-                yield over
             if aborts != self._aborts and len(live) and not sampling.beside:
                 yield live.assign(aborted=np.ones(len(live), np.bool_))
                 return

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Final, Self, SupportsFloat, TypeAlias, TypeVar, cast
 
@@ -34,8 +35,9 @@ from meshrl.tasks.builtin import exact_match, finite, math_answer, numeric_answe
 from meshrl.tasks.judge import NAME as JUDGE
 from meshrl.tasks.judge import Judge, JudgeConfig, Judged
 from meshrl.tasks.sandbox import check_safe, code_tests
+from meshrl.tasks.sandboxes import Sandboxes, check_awaits, check_sandbox, started, takes_sandbox
 from meshrl.tasks.sources import Row
-from meshrl.tasks.user_process import UserCode, has_processes
+from meshrl.tasks.user_process import CodeHere, UserCode, has_processes
 from meshrl.user_code import (
     RAISED,
     FirstErrors,
@@ -105,6 +107,9 @@ class RewardConfig(RoleConfig):
     """Calls of an async function that run at once."""
     row_timeout: float | None = Field(default=None, gt=0)
     """Time limit of a call in seconds. Beyond it the row gets an error, and a function that is not async is ended."""
+    sandbox: str = ""
+    """The sandbox of each call of a function with a parameter `sandbox`: `local`, `container:IMAGE`, or one that a
+    package adds."""
     unsafe: bool = False
     """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
     errors: OnError = "mask"
@@ -202,7 +207,8 @@ class FunctionReward(Reward):
     def __init__(self, config: RewardConfig) -> None:
         if "code_tests" in config.parts.values() and not config.unsafe:
             check_safe()
-        functions = dict(zip(config.called, placed([*config.called.values()], config.row_timeout), strict=True))
+        own = placed([*config.called.values()], config.row_timeout, config.sandbox)
+        functions = dict(zip(config.called, own, strict=True))
         self._parts = [
             _Part(name, functions.get(name), not is_own(given), config.weights.get(name, 1.0))
             for name, given in config.parts.items()
@@ -270,33 +276,65 @@ def _outcome(judged: Judged | None, row: int) -> tuple[float, BaseException | No
     return (math.nan, score) if isinstance(score, Exception) else (score, None)
 
 
-class Loaded:
+class Loaded(Sandboxes):
     """The reward functions of a role, in their process."""
 
-    def __init__(self, functions: Sequence[str | Callable[..., object]]) -> None:
-        self._functions = [load_function(function) for function in functions]
+    def __init__(self, functions: Sequence[str | Callable[..., object]], sandbox: str) -> None:
+        """Load them. Raises ConfigError as `load_function` and `check_sandbox`."""
+        super().__init__(sandbox)
+        self._functions: Sequence[Callable[..., object]] = [load_function(function) for function in functions]
+        takes = any(map(takes_sandbox, self._functions))
+        check_sandbox("reward.sandbox", sandbox if takes else "", self._functions)
 
-    def judge(self, at: int, prompt: str, completion: str, row: Row) -> object:
-        """Return what a function returns."""
-        return self._functions[at](prompt, completion, row)
+    def prepare(self, at: int, number: int) -> object:
+        """Start the sandbox of a call, if its function takes one."""
+        return self.start(number) if takes_sandbox(self._functions[at]) else None
+
+    def judge(self, at: int, prompt: str, completion: str, row: Row, number: int | None = None) -> object:
+        """Return what a function returns. `number`: of the sandbox, if there is one."""
+        function = self._functions[at]
+        given = {} if number is None or not takes_sandbox(function) else {"sandbox": self.of(number)}
+        return function(prompt, completion, row, **given)
 
 
-def placed(functions: Sequence[str | Callable[..., object]], seconds: float | None) -> list[RewardFunction]:
+def placed(
+    functions: Sequence[str | Callable[..., object]], seconds: float | None, sandbox: str = ""
+) -> list[RewardFunction]:
     """Return the functions, with those that run in their own process. All raise TimeoutError after `seconds`.
 
     Shipped functions that call no other library run here, as do all in virtual time, and a user's that cannot be
     pickled.
     """
     own = [function for function in functions if has_processes() and _is_sent(function, seconds)]
-    code = UserCode(partial(Loaded, own), seconds, _LIMIT) if own else None
+    code = UserCode(partial(Loaded, own, sandbox), seconds, _LIMIT) if own else None
 
     def one(function: str | Callable[..., object]) -> RewardFunction:
         if code is not None and function in own:
-            return partial(code.call, "judge", own.index(function), check=finite)
+            called = partial(_in_sandbox, code) if sandbox else partial(code.call, "judge", check=finite)
+            return partial(called, own.index(function))
         here = load_function(function)
+        if takes_sandbox(here):
+            here = partial(_in_sandbox, CodeHere(partial(Loaded, [function], sandbox)), 0)
         return here if seconds is None else _in_time(here, seconds)
 
     return [one(function) for function in functions]
+
+
+async def _in_sandbox(code: UserCode | CodeHere, at: int, prompt: str, completion: str, row: Row) -> float:
+    """Judge a row by a function that may take a sandbox."""
+    number = next(_numbers)
+    try:
+        await started(code.call("prepare", at, number, check=_nothing), _LIMIT)
+        return await code.call("judge", at, prompt, completion, row, number, check=finite)
+    finally:
+        await code.call("stop", number, check=_nothing)
+
+
+_numbers: Final = count()
+
+
+def _nothing(value: object) -> None:
+    """Whatever is returned."""
 
 
 def _in_time(function: RewardFunction, seconds: float) -> RewardFunction:
@@ -358,10 +396,15 @@ async def boundary(
 
 
 def try_reward(
-    function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
+    function: str | Callable[..., object],
+    prompt: str,
+    completions: Sequence[str],
+    row: Row,
+    seconds: float,
+    sandbox: str = "",
 ) -> list[tuple[float, BaseException | None]]:
     """Return the results of `boundary` for the completions. Empty if they take longer than `seconds`."""
-    (reward,), results = placed([function], seconds), list[tuple[float, BaseException | None]]()
+    (reward,), results = placed([function], seconds, sandbox), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
         for completion in completions:
@@ -448,7 +491,8 @@ def _check_parameters(name: str, function: Callable[..., object]) -> None:
                 f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function); in a file, "
                 "write NAME = meshrl.from_trl(function) below it, and name that"
             )
-        signature.bind("", "", {})
+        check_awaits(f"reward function {name!r}", function)
+        signature.bind("", "", {}, **({"sandbox": None} if takes_sandbox(function) else {}))
     except TypeError as error:
         raise ConfigError(
             f"reward function {name!r} takes {signature_of(function)}: {error}; "

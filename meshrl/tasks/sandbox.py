@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -189,12 +189,37 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
 def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:
     """Run code and tests like `run_tests`, while the calling thread waits."""
     limits = limits or Limits()
-    began, held, secret = time.monotonic(), enforced(), secrets.token_hex(16)
+    began, secret = time.monotonic(), secrets.token_hex(16)
+    read_end, write_end = os.pipe()  # held by the judge, so that code cannot replace it
+    try:
+        with prepared(limits) as (command, inside, job):
+            printed = inside.parent / "output"
+            # The secret precedes the outcome, so that the code cannot report its own.
+            job |= {"code": code, "tests": list(tests), "result": write_end, "secret": secret}
+            exit_code = _spawn(command, job, inside, printed, limits, write_end)
+            with printed.open("rb") as output:
+                text = output.read(limits.output_bytes).decode("utf-8", "replace")
+            outcome, disk = _outcome(exit_code, read_end, secret, text), os.statvfs(inside.parent)
+            left = disk.f_bavail if os.geteuid() else disk.f_bfree
+            if outcome == "failed" and not enforced().prefix and disk.f_blocks and not left:
+                outcome, text = "error", f"{text}\nno space is left in {tempfile.gettempdir()} for what the code writes"
+            return Result(outcome, text, time.monotonic() - began)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+@contextmanager
+def prepared(limits: Limits) -> Iterator[tuple[Sequence[str], Path, dict[str, object]]]:
+    """Make the folder of a sandbox, and remove it at the end.
+
+    Gives the command that runs `sandbox_worker.py`, its folder, and the limits that it reads.
+    """
+    held = enforced()
     other_user = held.other_user and "--user" not in held.prefix
     uid = _FIRST_UID + secrets.randbelow(1 << 29) if other_user else 0
     if not (held.files or other_user):
         sandbox_worker.hide()
-    read_end, write_end = os.pipe()  # held by the judge, so that code cannot replace it
     folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
     try:
         inside = Path(folder) / "work"
@@ -202,12 +227,7 @@ def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None
         if uid:
             os.chown(inside, uid, uid)
             Path(folder).chmod(0o711)
-        printed = Path(folder) / "output"
-        job = {
-            "code": code,
-            "tests": list(tests),
-            "result": write_end,
-            "secret": secret,  # precedes the outcome, so that the code cannot report its own
+        job: dict[str, object] = {
             "uid": uid,  # the user to become, or 0
             "reads": bool(uid) and not _is_python_for_all(),  # that user may still read every file
             "spaces": bool(held.prefix),
@@ -219,17 +239,8 @@ def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None
             "file_bytes": 16 * limits.output_bytes,
             "files": limits.files_mib << 20,
         }
-        exit_code = _spawn((*held.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, write_end)
-        with printed.open("rb") as output:
-            text = output.read(limits.output_bytes).decode("utf-8", "replace")
-        outcome, disk = _outcome(exit_code, read_end, secret, text), os.statvfs(folder)
-        left = disk.f_bavail if os.geteuid() else disk.f_bfree
-        if outcome == "failed" and not held.prefix and disk.f_blocks and not left:
-            outcome, text = "error", f"{text}\nno space is left in {tempfile.gettempdir()} for what the code writes"
-        return Result(outcome, text, time.monotonic() - began)
+        yield (*held.prefix, sys.executable, "-I", "-B", _CHILD), inside, job
     finally:
-        os.close(read_end)
-        os.close(write_end)
         _remove(folder)
 
 
@@ -255,9 +266,15 @@ def _remove(folder: str) -> None:
     Path(folder).rmdir()
 
 
+def variables(inside: Path) -> Mapping[str, str]:
+    """Return the environment of what runs in a sandbox with this folder."""
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {"HOME": str(inside), "TMPDIR": str(inside), "PATH": path, **threads}
+
+
 def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, pipe: int) -> int | None:
     """Run a process to its end and kill its remains. Returns the exit code, or None after a timeout."""
-    environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with printed.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 -- our own script
             supervised(command),
@@ -265,7 +282,7 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=inside,
-            env=environment,
+            env=variables(inside),
             pass_fds=[pipe],
             start_new_session=True,
         )

@@ -1,4 +1,4 @@
-"""The inside of a sandbox: a script that runs a job from standard input, under limits. See `sandbox.py`.
+"""The inside of a sandbox: a script that runs a job from standard input, or command by command. See `sandbox.py`.
 
 The first process gives up its rights, starts a second one that runs the code, and waits for it. The supervisor of both
 ends what they leave. Landlock limits the files that they may use, and seccomp their system calls. Both need no
@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import resource
+import select
 import struct
 import sys
 import traceback
@@ -211,7 +212,7 @@ _WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 
 def main() -> NoReturn:
     """Run a job of `sandbox.py`. The exit code is 128 plus the signal that ended the code, or plus 72 if none did."""
-    job = json.loads(sys.stdin.buffer.read())
+    job = json.loads(sys.stdin.buffer.readline())
     here, uid = Path.cwd(), job["uid"] or os.getuid()
     if job["spaces"]:
         for folder in (*(each for each in job["hidden"] if os.path.isdir(each)), str(here)):  # noqa: PTH112 -- no error
@@ -220,6 +221,8 @@ def main() -> NoReturn:
         os.chdir(here)
     become(job["uid"], _READ_SEARCH if job["reads"] else -1)
     hide()
+    if "code" not in job:
+        _serve(job, here)
     worker = os.fork()
     if not worker:
         _run(job, here)
@@ -251,6 +254,61 @@ def _run(job: dict[str, Any], here: Path) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def _serve(job: dict[str, Any], here: Path) -> NoReturn:
+    """Run commands one by one, until the input ends. What one leaves running continues during the next.
+
+    Each is a line of JSON, followed by its standard input. Its answer is a line too, followed by the end of its output.
+    """
+    os.write(1, b"ready\n")
+    while line := sys.stdin.buffer.readline():
+        asked = json.loads(line)
+        given, printed = os.memfd_create("stdin"), os.memfd_create("output")
+        os.write(given, sys.stdin.buffer.read(asked["given"]))
+        os.lseek(given, 0, os.SEEK_SET)
+        child = os.fork()
+        if not child:
+            _become_command(job | {"timeout": asked["seconds"]}, here, asked["command"], given, printed)
+        status = _waited(child, asked["seconds"])
+        size = os.fstat(printed).st_size
+        kept = os.pread(printed, asked["most"], max(0, size - asked["most"]))
+        os.close(given)
+        os.close(printed)
+        answer = json.dumps({"status": status, "size": size, "kept": len(kept)})
+        sys.stdout.buffer.write(answer.encode() + b"\n" + kept)
+        sys.stdout.buffer.flush()
+    os._exit(0)
+
+
+def _become_command(job: dict[str, Any], here: Path, command: list[str], given: int, printed: int) -> NoReturn:
+    """Confine this process, and become the command. 127 if there is none, as a shell has it."""
+    try:
+        os.setsid()
+        for stream, target in ((given, 0), (printed, 1), (printed, 2)):
+            os.dup2(stream, target)
+        os.closerange(3, _OPEN_FILES)
+        _limit(job, here)
+        os.execvp(command[0], command)  # noqa: S606 -- confined by now
+    except BaseException as error:  # noqa: BLE001 -- it must not return into the loop of its parent
+        os.write(2, f"{command[0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _waited(child: int, seconds: float) -> int | None:
+    """Wait for a child, and kill its session after these seconds. Returns its status, None if it took too long."""
+    ended = os.pidfd_open(child)
+    in_time = bool(select.select([ended], [], [], seconds)[0])
+    os.close(ended)
+    if not in_time:
+        with suppress(ProcessLookupError):
+            os.killpg(child, 9)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # what earlier commands left, and has ended
+            pass
+    return (code if code >= 0 else 128 - code) if in_time else None
 
 
 def _limit(job: dict[str, Any], here: Path) -> None:

@@ -159,11 +159,21 @@ def test_a_row_has_its_source_texts_for_people_and_the_one_temperature_of_its_tu
         conversation.answer(conversation.ask([USER, said, USER]), wrote(chat, "mat"), said)
 
 
-def test_a_template_that_refuses_a_stand_in_branches(chat: ShownChat) -> None:
-    conversation = Conversation(chat)
+def test_a_template_that_refuses_a_stand_in_text_gets_a_stand_in_call(chat: ShownChat) -> None:
     said = Message("assistant", "", tool_calls=(ToolCall(id="c", function=Function("add", "{}")),))
-    conversation.answer(conversation.ask([USER]), wrote(chat, "call"), said)
-    assert conversation.ask([USER, said, Message("tool", "3")]).before is None
+    for is_cut in (False, True):
+        conversation, drawn = Conversation(chat), wrote(chat, "call")
+        if is_cut:  # nothing says where the answer ends in the template
+            kept = {name: getattr(drawn, name)[:-1] for name in ("tokens", "logprobs", "versions")}
+            drawn = replace(drawn, **kept)
+        asked = conversation.ask([USER])
+        conversation.answer(asked, drawn, said)
+        prompt = conversation.ask([USER, said, Message("tool", "3")])
+        assert (prompt.before is None) == is_cut
+        if not is_cut:
+            behind = "<|start_header_id|>ipython<|end_header_id|>\n\n3<|eot_id|><|start_header_id|>assistant"
+            assert prompt.tokens.tolist()[: len(asked.tokens)] == asked.tokens.tolist()
+            assert chat.shown(prompt.tokens[len(asked.tokens) :]).startswith(f"call<|eot_id|>{behind}")
 
 
 def test_calls_in_other_spaces_and_thoughts_stay_as_they_were_sampled(qwen: ShownChat) -> None:

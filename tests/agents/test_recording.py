@@ -227,3 +227,38 @@ def test_rows_of_others_are_told_apart() -> None:
     task = Task.of([{"question": "a", "answer": "b", "tokens": [1, 2]}])
     with pytest.raises(DataError, match="row 0 has no 'loss_mask'"):
         recorded(task.train)
+
+
+def test_feedback_comes_later_than_its_answers(tmp_path: Path) -> None:
+    ids = list[str]()
+
+    async def say(client: openai.AsyncOpenAI, **told: Any) -> None:
+        await client.post("/feedback", body=told, cast_to=object)
+
+    async def program(client: openai.AsyncOpenAI, other: openai.AsyncOpenAI) -> None:
+        for text in ("a", "b", "c"):
+            told = await client.chat.completions.create(model="", messages=[{"role": "user", "content": text}])
+            ids.append(told.id)
+        await say(client, id=ids[0], reward=0.25)
+        await asyncio.sleep(200)
+        rows = rows_of(tmp_path)
+        assert [row["answers"] for row in rows] == [[each.removeprefix("chatcmpl-")] for each in ids]
+        await say(other, id=ids[0], reward=1)  # its row is written, and somebody has thought again
+        await say(other, id=rows[1]["id"], label=False)
+        for wrong, message in (
+            ({"id": "x"}, "a reward, a label, or both"),
+            ({"reward": 1.0}, "missing required field"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await say(client, **wrong)
+
+    said_in_a_script(tmp_path, program)
+    source = TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{id}", answer="{completion}", held_out=0)
+    task = Task.load(source).train
+    batch = recorded(task, tmp_path / "feedback.jsonl")
+    assert np.array_equal(batch.rewards, np.array([1.0, np.nan, np.nan], np.float32), equal_nan=True)
+    assert batch.objects("label") == (None, False, None)
+    (tmp_path / "feedback.jsonl").write_bytes(b'{"id": "a", "reward": "good"}\n')
+    with pytest.raises(DataError, match=r"feedback.jsonl, line 1: Expected `float \| null`"):
+        recorded(task, tmp_path / "feedback.jsonl")
+    assert "rewards" not in recorded(task)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ async def test_tools_of_a_process_by_stdio(tmp_path: Path) -> None:
         "8",
         f"1. {'x' * 87}\n[13 characters more]",
         f"2. {'x' * 87}\n[13 characters more]",
-        "Error: there is no tool 'lacks'; there are following, counted, hangs",
+        "Error: there is no tool 'lacks'; there are following, counted, hangs, dies",
     ]
     assert "number" in results[4]  # which argument is missing
     assert "How often" in asked[0]
@@ -67,6 +68,12 @@ async def test_a_call_that_hangs_and_a_model_that_never_stops(tmp_path: Path) ->
     episode, asked = await played(tmp_path, [STDIO], [called("hangs")] * 2, tool_timeout=0.5, turns=2)
     assert (episode.error, episode.reward, episode.turns) == (None, 0.0, 2)
     assert "Error: " in asked[-1].split("<tool>\n")[1]
+
+
+async def test_a_server_that_ends_during_a_call_discards_the_episode(tmp_path: Path) -> None:
+    episode, _ = await played(tmp_path, [STDIO], [called("dies"), "8"], errors="zero")
+    assert str(episode.error).startswith("Discard: the server of the tool 'dies' is gone: MCPError")
+    assert math.isnan(episode.reward)
 
 
 async def test_tools_by_http_and_a_server_that_is_not_there(tmp_path: Path) -> None:

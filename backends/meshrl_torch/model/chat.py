@@ -58,13 +58,19 @@ class HuggingFaceChat:
 
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages with what stands for their images. DataError also if the model sees none."""
-        turns = [message.shown() for message in messages]
         try:
-            text = in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
+            try:
+                text = self._in_template(messages, tools, as_text=False)
+            except TypeError:  # a template such as DeepSeek's puts arguments between other texts
+                text = self._in_template(messages, tools, as_text=True)
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
         names = [name for message in messages for name in names_in(message.content)]
         return self._words.put(text, names, Images([names], images), "the conversation").text
+
+    def _in_template(self, messages: Sequence[Message], tools: Sequence[Tool], *, as_text: bool) -> str:
+        turns = [message.shown(as_text=as_text) for message in messages]
+        return in_template(self._tokenizer, turns, self._variables, opens=True, tools=tools)
 
     def encode(self, text: str, after: Sequence[int] = ()) -> Sequence[int]:
         """Encode a text, which may contain special tokens by name, as it continues tokens."""

@@ -269,18 +269,17 @@ def masks(words: Words, batch: Batch, target: NDArray[np.int64]) -> Tensor | Non
 
     `target`, int64[target]: places in the batch's token column.
     """
-    numbers = {place: number for number, place in enumerate(target.tolist())}
+    order = np.argsort(target)
+    places = target[order]
     bits: Bits | None = None
     for span in _spans(batch):
-        wanted = [numbers.get(span.begin + place) for place in range(len(span.tokens))]
-        if all(number is None for number in wanted):
+        low, high = np.searchsorted(places, (span.begin, span.begin + len(span.tokens))).tolist()
+        some = slice(low, high)
+        if low == high:
             continue
         grammars = grammars_of(words)
         bits = grammars.fill([None] * len(target)) if bits is None else bits
-        own = grammars.over(span.constraint, span.tokens, span.where)
-        for place, number in enumerate(wanted):
-            if number is not None:
-                bits[number] = own[place]
+        bits[order[some]] = grammars.over(span.constraint, span.tokens, span.where)[places[some] - span.begin]
     return None if bits is None else torch.from_numpy(bits)
 
 

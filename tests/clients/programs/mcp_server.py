@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import sys
 
 from mcp.server import MCPServer
@@ -27,6 +28,12 @@ async def hangs() -> str:
     """Gives no answer."""
     await asyncio.Event().wait()
     return ""
+
+
+@server.tool()
+async def dies() -> str:
+    """Ends the server."""
+    os._exit(1)
 
 
 if len(sys.argv) > 1:
