@@ -24,7 +24,7 @@ _SMALL: Final = 64
 
 
 def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
-    """Return the memory that a pass of `budget` tokens needs for its images, at each of which it looks once.
+    """Return the memory that a pass of `budget` tokens needs for its images. It looks at each once.
 
     Each prompt has one, as large as the prompt and the processor allow. Empty if the model sees none.
     """
