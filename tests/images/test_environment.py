@@ -1,7 +1,7 @@
 """Environments that answer with images: rows that a trainer reads as they were drawn, and what is refused."""
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -53,7 +53,7 @@ async def test_a_game_of_images_is_learned_as_it_was_drawn(tmp_path: Path) -> No
     )
     assert images[0][0] == images[2][0]
     assert name_of(picture(1)) not in images.pool
-    assert list(map(len, batch.objects(FINGERPRINTS))) == [3, 3, 1, 1]
+    assert [len(cast("Any", each)) for each in batch.objects(FINGERPRINTS)] == [3, 3, 1, 1]
     assert str(batch.objects("completion")[0]).count("<image:") == 4
     errors = batch.objects("reward_error")
     assert errors[:2] == (None, None)

@@ -32,8 +32,7 @@ def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host
     if vision_of(config, shape, character_tokenizer("a", 8)) is None:
         return []
     vision = words_of(config).vision
-    seen = None if vision is None else _largest(vision, work.prompt)
-    if seen is None:
+    if vision is None or (seen := _largest(vision, work.prompt)) is None:
         return []
     with quiet():
         network = without_values(shape, dtype=getattr(torch, config.dtype))

@@ -58,8 +58,10 @@ class HuggingFaceChat:
 
     def see(self, images: Mapping[str, bytes]) -> None:
         """Let the processor read images, in any thread. DataError for one that cannot be read."""
-        for name in images if self._words.vision is not None else ():
-            self._words.vision.seen(Images([[name]], images), name, "an image of a message")
+        if (vision := self._words.vision) is None:
+            return
+        for name in images:
+            vision.seen(Images([[name]], images), name, "an image of a message")
 
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages with what stands for their images. DataError also if the model sees none."""
