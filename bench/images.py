@@ -4,13 +4,14 @@
 
 The files of one group are counted in what goes to a sampler and comes back, with 8 completions a prompt and with 64.
 Each file should be there once, whatever the number is. Then a step of cross entropy of the small LLaVA of sft/shapes is
-timed, with rows of images. The peer makes the same gradients by transformers alone from the same tokens without the
-images, whose places have another token. About 1 minute.
+timed, with rows of 64 different images, and of 8 images that 8 rows each have. The peer makes the same step by
+transformers alone from the same tokens without the images, whose places have another token. About 1 minute.
 """
 
 import asyncio
 import statistics
 import time
+from typing import cast
 
 import numpy as np
 import torch
@@ -34,7 +35,11 @@ def main() -> None:
     assert isinstance(task, TaskConfig)
     assert isinstance(table, PolicyConfig)
     rows = next(Task.load(task).batches(ROWS, 0))
-    report("images", [*carried(rows), asyncio.run(timed(table, rows, options.rounds))], options.json)
+    timings = [
+        asyncio.run(timed(table, rows.select(range(count)).repeat(ROWS // count), options.rounds))
+        for count in (ROWS, 8)
+    ]
+    report("images", [*carried(rows), *timings], options.json)
 
 
 def carried(rows: Batch) -> list[Figure]:
@@ -56,30 +61,34 @@ def _two(rows: Batch) -> tuple[Batch, Batch]:
 
 
 async def timed(table: PolicyConfig, rows: Batch, rounds: int) -> Figure:
-    """Time a step with images, and gradients by transformers alone without."""
+    """Time a step with images, and one by transformers alone without."""
     policy, network = TorchPolicy(table), load(table).network
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
     batch = await policy.encode(rows.assign(completion=[str(each) for each in rows.objects("answer")]))
     times: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         await policy.update(batch, CrossEntropy())
         middle = time.perf_counter()
-        blind(network, batch)
+        blind(network, optimizer, batch)
         times.append((middle - start, time.perf_counter() - middle))
     own, peer = (statistics.median(each) for each in zip(*times[1:], strict=True))
-    return figure(f"a step of {ROWS} rows with an image", own, "s", peer)
+    images = cast("Images", batch[IMAGES])
+    return figure(f"a step of {ROWS} rows with {len(images.pool)} images", own, "s", peer)
 
 
-def blind(network: PreTrainedModel, batch: Batch) -> None:
-    """Make the gradients of the same tokens, without images."""
+def blind(network: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """Make a step of the same tokens, without images."""
     longest = int(batch.tokens.lengths.max())
     ids = np.zeros((len(batch), longest), np.int64)
     for row, own in enumerate(batch.tokens):
         ids[row, : len(own)] = own
     inputs = torch.from_numpy(np.where(ids == network.config.image_token_index, 2, ids))
     logits = network(input_ids=inputs, use_cache=False).logits[:, :-1]
-    network.zero_grad()
+    optimizer.zero_grad()
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
 
 
 if __name__ == "__main__":

@@ -138,6 +138,10 @@ class SeeingChat(Protocol):
         """True if the model sees images."""
         ...
 
+    def see(self, images: Mapping[str, bytes]) -> None:
+        """Read images in another thread, so that `render_seeing` has them. Raises DataError as it does."""
+        ...
+
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render like `Chat.render`, with what stands for the images that messages name.
 

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.agents import messages, protocol
 from meshrl.agents.batcher import Answer, RequestBatcher
-from meshrl.agents.chat import Chat, check_constraint, check_images
+from meshrl.agents.chat import Chat, SeeingChat, check_constraint, check_images
 from meshrl.agents.conversation import Conversation, Prompt
 from meshrl.agents.meaning import thought_end
 from meshrl.config import Config
@@ -309,12 +309,14 @@ class Gateway:
     async def _answered(self, session: Session, request: Request, body: protocol.ModelRequest) -> Response:
         """Draw answers, record them and send them, unless the client has gone."""
         asked, conversation = body.read(), session.conversation
+        if asked.images:
+            check_images(self._chat)
+            if isinstance(self._chat, SeeingChat):
+                await asyncio.to_thread(self._chat.see, asked.images)
         if isinstance(asked.prompt, str):
             prompt = conversation.ask_text(asked.prompt)
         else:
             prompt = conversation.ask(asked.prompt, asked.tools, asked.images, is_trial=body.is_counted)
-        if asked.images:
-            check_images(self._chat)
         if body.is_counted:
             counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
             return protocol.json_response(200, counted.whole())

@@ -7,6 +7,7 @@ text. An assistant's message is one, with its thoughts before the text that foll
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import msgspec
@@ -23,12 +24,15 @@ from meshrl.agents.protocol import (
     Json,
     ModelRequest,
     Reply,
+    by_name,
+    elsewhere,
     failed_response,
     offered,
     tagged_thought,
 )
-from meshrl.data import unmarked
+from meshrl.data import mark_of, name_of, unmarked
 from meshrl.errors import DataError
+from meshrl.tasks import decoded_url
 
 _TYPES: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
@@ -154,9 +158,17 @@ class _Block(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"{}")
     tool_use_id: str = ""
     content: "_Content" = ""
+    source: Json | None = None
 
     def called(self) -> ToolCall:
         return ToolCall(id=self.id, function=Function(self.name, bytes(self.input).decode()))
+
+    def file(self) -> bytes:
+        """Return the file of an image. Raises DataError unless it is in the request."""
+        source = self.source or {}
+        if source.get("type") != "base64":
+            raise elsewhere(source.get("url"), 'with a source of type "base64"')
+        return decoded_url(f"data:;base64,{source.get('data')}", "an image of a message")
 
 
 _Content: TypeAlias = str | list[_Block]
@@ -170,6 +182,28 @@ def _text_of(content: _Content, where: str) -> str:
         if block.type != "text":
             raise DataError(f"{where} has a part of type {block.type!r}, and only text is read")
     return "\n\n".join(block.text for block in content)
+
+
+def _heard_text(content: _Content, where: str) -> str:
+    """The texts of a content, a paragraph each, with what stands for its images. Raises DataError for other parts."""
+    if isinstance(content, str):
+        return unmarked(content)
+    return "".join(
+        "".join(mark_of(name_of(block.file())) for block in run) if is_image else unmarked(_text_of([*run], where))
+        for is_image, run in groupby(content, _is_image)
+    )
+
+
+def _is_image(block: _Block) -> bool:
+    return block.type == "image"
+
+
+def _files_in(content: _Content) -> Iterator[bytes]:
+    """Yield the files of the images in a content, and in the results of tools in it."""
+    for block in content if isinstance(content, list) else ():
+        if _is_image(block):
+            yield block.file()
+        yield from _files_in(block.content)
 
 
 class _Message(msgspec.Struct):
@@ -205,14 +239,14 @@ def _heard(role: str, blocks: Sequence[_Block]) -> Iterator[Message]:
     for block in blocks:
         if block.type == "tool_result":
             if texts:
-                yield Message(role, unmarked(_text_of(texts, f"a {role}'s message")))
+                yield Message(role, _heard_text(texts, f"a {role}'s message"))
             texts = []
-            text = unmarked(_text_of(block.content, "a tool's result"))
+            text = _heard_text(block.content, "a tool's result")
             yield Message("tool", text, tool_call_id=block.tool_use_id)
         else:
             texts.append(block)
     if texts or not blocks:
-        yield Message(role, unmarked(_text_of(texts, f"a {role}'s message")))
+        yield Message(role, _heard_text(texts, f"a {role}'s message"))
 
 
 class _Tool(msgspec.Struct):
@@ -269,7 +303,8 @@ class CountRequest(ModelRequest, kw_only=True):
         choice = self.tool_choice or _Choice("auto")
         tools = offered([tool.read() for tool in self.tools or ()], choice.type)
         called = names_called(tools, {"any": "required", "tool": {"name": choice.name}}.get(choice.type, choice.type))
-        return Asked(messages, None, tools, form=form, called=called)
+        images = by_name(file for message in self.messages for file in _files_in(message.content))
+        return Asked(messages, None, tools, form=form, called=called, images=images)
 
 
 class MessagesRequest(CountRequest, kw_only=True):

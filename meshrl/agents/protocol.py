@@ -21,7 +21,7 @@ from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall
 from meshrl.agents.conversation import Drawn
 from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
-from meshrl.data import Branch, Constraint, mark_of, name_of, opened, unmarked
+from meshrl.data import Branch, Constraint, mark_of, name_of, unmarked
 from meshrl.errors import DataError, shortened
 from meshrl.tasks import decoded_url
 
@@ -31,9 +31,6 @@ _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 _IMAGES: Final = ("image_url", "input_image")
 _MOST_IMAGES: Final = 64
 """Most different images of a request."""
-_MOST_KNOWN: Final = 1 << 16
-_known: Final = dict[str, None]()
-"""Names of the newest images that could be read. A client sends each again with every turn."""
 _THOUGHTS: Final = ("thinking", "reasoning", "text", "content", "summary")
 """Fields in which clients put the text of a thought."""
 _THOUGHT: Final = re.compile("(</?think>)")
@@ -340,25 +337,27 @@ def _file_of(part: Json) -> bytes:
     value: object = part.get("image_url")
     url = cast("Json", value).get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url.startswith("data:"):
-        raise DataError(
-            f"a message has the image {shortened(url)}: images are not fetched from other hosts: send it in the "
-            "request as a data URL, data:image/png;base64,..."
-        )
+        raise elsewhere(url, "as a data URL, data:image/png;base64,...")
     return decoded_url(url, "an image of a message")
 
 
+def elsewhere(url: object, form: str) -> DataError:
+    """The error of an image that is not in the request. `form`: how to send it."""
+    what = f"a message has the image {shortened(url)}: images are not fetched from other hosts"
+    return DataError(f"{what}: send it in the request {form}")
+
+
 def _images_of(contents: Iterable[_Content]) -> Mapping[str, bytes]:
-    """Return the files of all images in contents, by name. Raises DataError for one that cannot be read."""
+    """Return the files of all images in contents, by name. Raises DataError if one is not in the request."""
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    found = {name_of(file): file for part in parts if part.get("type") in _IMAGES for file in [_file_of(part)]}
+    return by_name(_file_of(part) for part in parts if part.get("type") in _IMAGES)
+
+
+def by_name(files: Iterable[bytes]) -> Mapping[str, bytes]:
+    """Return the files of a request's images by name. Raises DataError if they are too many."""
+    found = {name_of(file): file for file in files}
     if len(found) > _MOST_IMAGES:
         raise DataError(f"the messages have {len(found)} different images, and at most {_MOST_IMAGES} are read")
-    for name, file in found.items():
-        if name not in _known:
-            opened(file, "an image of a message")
-            _known[name] = None
-        while len(_known) > _MOST_KNOWN:
-            del _known[next(iter(_known))]
     return found
 
 

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, cast
@@ -114,9 +114,9 @@ def names_in(text: str) -> list[str]:
     return _MARK.findall(text)
 
 
-def unmarked(text: str) -> str:
-    """Return a text in which nothing stands for an image: what looks like it gets a space."""
-    return _MARK.sub(r"<image: \1>", text)
+def unmarked(text: str, known: Collection[str] = ()) -> str:
+    """Return a text in which nothing stands for an image but those of `known`: what looks like it gets a space."""
+    return _MARK.sub(lambda found: found[0] if found[1] in known else f"<image: {found[1]}>", text)
 
 
 def pieces_of(text: str) -> Iterator[tuple[str, bool]]:

@@ -211,11 +211,12 @@ function splitBar({ split }, parts, longest) {
 }
 
 function samplesSection() {
-  const rows = data.samples.map(({ prompt, held_out: isHeldOut, completions }) =>
+  const rows = data.samples.map(({ prompt, held_out: isHeldOut, completions, images }) =>
     make(
       "article",
       { class: "card side" },
       make("p", { class: "prompt" }, make("small", {}, isHeldOut ? "held out" : "trained"), prompt),
+      imagesOf(images),
       make(
         "div",
         { class: "completions" },

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from meshrl.observe.metric_info import FRONT, metric_info
 from meshrl.observe.page import NO_CURVES, STYLES, static_page
 from meshrl.observe.run_files import TOKENS, Line, Record
 from meshrl.observe.run_statistics import Curve, Item, Values, ValuesOfRuns, bootstrap, curve_of, digits, finite
-from meshrl.observe.samples import MOST_TOKENS, shortened
+from meshrl.observe.samples import IMAGES, MOST_IMAGES, MOST_TOKENS, shortened
 from meshrl.observe.timeline import rounded
 
 _POINTS: Final = 200
@@ -138,6 +138,8 @@ class Sample:
     prompt: str
     held_out: bool
     completions: list[Completion | None]
+    images: list[str]
+    """The prompt's small images, as data URLs."""
 
 
 @dataclass(frozen=True)
@@ -380,28 +382,30 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
     Held-out prompts come first, sorted by how much their rewards differ. Others follow, the newest step first.
     """
     by_prompt: dict[tuple[bool, str], list[Completion | None]] = {}
+    images: dict[str, list[str]] = {}
     for number, group in enumerate(groups):
         for run in group.runs:
             for is_held_out, lines in ((True, run.held_out), (False, run.samples)):
                 for line in lines:
                     key = is_held_out, str(line.get("prompt", ""))
+                    images[key[1]] = cast("list[str]", line.get(IMAGES) or images.get(key[1], []))
                     completions = by_prompt.setdefault(key, [None] * len(groups))
                     new, old = _completion(line, "greedy" if is_held_out else "reward"), completions[number]
                     if old is None or (new.step is not None and new.step > (old.step or 0)):
                         completions[number] = new
     shared = [
-        Sample(shortened(prompt), is_held_out, completions)
+        Sample(shortened(prompt), is_held_out, completions, images[prompt])
         for (is_held_out, prompt), completions in by_prompt.items()
         if sum(map(bool, completions)) > 1
     ]
     held_out = sorted((each for each in shared if each.held_out), key=_range, reverse=True)[: _PROMPTS // 2]
     trained = sorted((each for each in shared if not each.held_out), key=_newest, reverse=True)
-    return _with_tokens([*held_out, *trained[: _PROMPTS - len(held_out)]])
+    return _fitted([*held_out, *trained[: _PROMPTS - len(held_out)]])
 
 
-def _with_tokens(samples: Sequence[Sample]) -> list[Sample]:
-    """Leave out tokens that find no room in the page."""
-    left = MOST_TOKENS
+def _fitted(samples: Sequence[Sample]) -> list[Sample]:
+    """Leave out tokens and images that find no room in the page."""
+    left, room = MOST_TOKENS, MOST_IMAGES
 
     def fitted(each: Completion | None) -> Completion | None:
         nonlocal left
@@ -411,7 +415,15 @@ def _with_tokens(samples: Sequence[Sample]) -> list[Sample]:
         left -= size
         return each
 
-    return [replace(sample, completions=[*map(fitted, sample.completions)]) for sample in samples]
+    def seen(each: str) -> bool:
+        nonlocal room
+        room -= len(each)
+        return room >= 0
+
+    return [
+        replace(each, completions=[*map(fitted, each.completions)], images=[*filter(seen, each.images)])
+        for each in samples
+    ]
 
 
 def _completion(line: Line, reward: str) -> Completion:

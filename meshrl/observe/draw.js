@@ -19,6 +19,12 @@ function section(title, lead, ...inside) {
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
+/** The small images of a prompt. */
+function imagesOf(images) {
+  if (!images?.length) return null;
+  return make("div", { class: "images" }, ...images.map((src) => make("img", { src, alt: "an image of the prompt" })));
+}
+
 function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);

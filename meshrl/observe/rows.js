@@ -148,7 +148,7 @@ class Rows {
       { class: "row-head" },
       make("h3", {}, where.filter(Boolean).join(" · ")),
       row.reward_error ? make("p", { class: "error" }, row.reward_error) : null,
-      ...(row.images ?? []).map((src) => make("img", { src, alt: "an image of the prompt" })),
+      imagesOf(row.images),
       make("dl", {}, ...told.map(([name, value]) => make("div", {}, make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, valueText(value))))),
     );
   }

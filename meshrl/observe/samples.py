@@ -17,9 +17,9 @@ _LEAST: Final = 250
 """A text is not cut further than to this many characters."""
 _TEXTS: Final = 1 << 21
 """Characters of all texts of a page at most. Beyond it, long ones are cut."""
-_IMAGES: Final = "images"
+IMAGES: Final = "images"
 """The key of a sample with its small images, as data URLs."""
-_MOST_IMAGES: Final = 1 << 22
+MOST_IMAGES: Final = 1 << 22
 """Characters of all small images of a page at most. Beyond it, rows of some steps are without theirs."""
 MOST_TOKENS: Final = 1 << 24
 """Bytes of tokens in one file at most."""
@@ -56,17 +56,17 @@ def shown_rows(heads: Sequence[Line], notes: list[str]) -> list[Line]:
 def _with_images(rows: list[Line], notes: list[str]) -> list[Line]:
     """Return the rows, those of evenly spread steps with their images, as many as a page may have."""
     sizes = [
-        (str(head.get("step")), at, len(msgspec.json.encode(head[_IMAGES])))
+        (str(head.get("step")), at, len(msgspec.json.encode(head[IMAGES])))
         for at, head in enumerate(rows)
-        if head.get(_IMAGES)
+        if head.get(IMAGES)
     ]
-    kept = {at for _, at, _ in spread(sizes, lambda row: (row[0], row[2]), _MOST_IMAGES)}
+    kept = {at for _, at, _ in spread(sizes, lambda row: (row[0], row[2]), MOST_IMAGES)}
     if len(kept) == len(sizes):
         return rows
     notes.append(f"{len(kept):,} of {len(sizes):,} rows with images are shown with them.")
     left_out = {at for _, at, _ in sizes} - kept
     return [
-        {name: value for name, value in head.items() if name != _IMAGES} if at in left_out else head
+        {name: value for name, value in head.items() if name != IMAGES} if at in left_out else head
         for at, head in enumerate(rows)
     ]
 

@@ -1,5 +1,6 @@
 """Evaluation of a model: exact match and pass@k on held-out prompts, during training and after it."""
 
+import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, field_validator
 
 from meshrl.config import Config, Table, load_toml, validate
-from meshrl.data import Batch, known_mean, prompt_text, why_unknown
+from meshrl.data import IMAGES, Batch, Images, known_mean, prompt_text, why_unknown
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import DataError
 from meshrl.mesh import Mesh
@@ -37,6 +38,7 @@ from meshrl.run.config import EvaluationConfig
 from meshrl.run.folder import write_whole
 from meshrl.run.jobs import find_config, root_of, shipped_configs
 from meshrl.run.run import Run
+from meshrl.run.samples import thumbnails
 from meshrl.tasks import RewardConfig, Task, TaskConfig, exact_match, harness
 
 _Z: Final = 1.959963984540054
@@ -286,8 +288,9 @@ async def held_out(
 
     The results of `evaluate` before and after the block go to summary.json, as `reward_before`, `reward_after` and
     `reward_sampled_...`. Their names begin with `exact_match_` if that is the reward, or if there is none. The rewards
-    of each prompt after the block go to held_out.jsonl. In a resumed run, "before" means before the first step of the
-    whole run. If the block raises, there is no evaluation after it. `score` and `policy`: as for `evaluate_during`.
+    of each prompt after the block go to held_out.jsonl, with small copies of its images. In a resumed run, "before"
+    means before the first step of the whole run. If the block raises, there is no evaluation after it. `score` and
+    `policy`: as for `evaluate_during`.
 
         async with held_out(run, sampler, task.held_out, config, reward.score):
             async for step in run.steps(config.steps):
@@ -307,6 +310,9 @@ async def held_out(
     evaluate_during(run, config.evaluation, sampler, prompts, config.sampling, score, policy=policy)
     yield
     after = await measure()
+    if isinstance(images := prompts.columns.get(IMAGES), Images):
+        small = await asyncio.to_thread(thumbnails, images)
+        rows[:] = [{**row, IMAGES: own} for row, own in zip(rows, small, strict=True)]
     if rows:
         write_whole(run.folder / "held_out.jsonl", msgspec.json.Encoder(enc_hook=str).encode_lines(rows))
     for name, number in after.items():

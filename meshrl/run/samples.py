@@ -55,7 +55,7 @@ class Samples:
         columns = _row_columns(rows)
         lines: list[Line] = [{name: column[row] for name, column in columns.items()} for row in range(len(rows))]
         if isinstance(images := rows.columns.get(IMAGES), Images):
-            for line, small in zip(lines, await asyncio.to_thread(_thumbnails, images), strict=True):
+            for line, small in zip(lines, await asyncio.to_thread(thumbnails, images), strict=True):
                 line[IMAGES] = small
         kept = await self._with_room(lines, rows, some.only(*by_token))
         if kept:
@@ -139,7 +139,8 @@ def _is_flat(column: Column | RemoteColumn) -> bool:
     return not isinstance(values, np.ndarray) or values.ndim == 1
 
 
-def _thumbnails(images: Images) -> list[list[str]]:
+def thumbnails(images: Images) -> list[list[str]]:
+    """Return a small copy of each row's images, as data URLs."""
     return [[thumbnail(images.pool[name]) for name in names] for names in images]
 
 

@@ -6,28 +6,38 @@
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Final, Protocol, TypeAlias, cast
+from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
 from meshrl.config import CODE
-from meshrl.data import OUTCOMES, Batch, OnError
-from meshrl.errors import ConfigError, DataError, is_unknown
+from meshrl.data import IMAGES, OUTCOMES, Batch, Images, OnError, mark_of, name_of, names_in, opened, unmarked
+from meshrl.errors import ConfigError, DataError, is_unknown, shortened
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
 from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function
+from meshrl.tasks.images import file_in
 from meshrl.tasks.sandboxes import Sandboxes, check_sandbox, started
 from meshrl.tasks.sources import Row
 from meshrl.tasks.user_process import CodeHere, UserCode, has_processes
 from meshrl.user_code import RAISED, FirstErrors, load_name, signature_of, tried_again, unless_cancelled
 
-Step: TypeAlias = tuple[str, float, bool]
+Observation: TypeAlias = str | Sequence[object]
+"""What a model is shown: a text, or a list of texts and images. An image is its file's bytes, or an image of Pillow."""
+Step: TypeAlias = tuple[Observation, float, bool]
 """The result of a step: the observation, the reward of this turn, and whether the episode is over."""
+
+
+class _Shown(NamedTuple):
+    """An observation as a text, with the files of the images that it names."""
+
+    text: str
+    files: Mapping[str, bytes]
 
 
 _LIMIT: Final = "the environment took longer than environment.turn_timeout"
@@ -36,7 +46,7 @@ _LIMIT: Final = "the environment took longer than environment.turn_timeout"
 class EnvironmentInstance(Protocol):
     """The class that a user writes. Each episode has an instance, and its `close()`, if it has one, is called last."""
 
-    def reset(self, row: Row, /) -> str | Awaitable[str]:
+    def reset(self, row: Row, /) -> Observation | Awaitable[Observation]:
         """Begin the episode of a task's row, and return the first prompt. The same row must give the same prompt.
 
         With `environment.sandbox` it has a second parameter, `sandbox` (`Sandbox`).
@@ -92,7 +102,8 @@ class Environment(Actor, ABC):
     async def reset(self, batch: Shard[Batch]) -> Gather[Batch]:
         """Begin an episode for each row, by `episode` (int64).
 
-        Adds `prompt`, `rewards` (float32, 0, or NaN if it is unknown already) and `reward_error` (text or None).
+        Adds `prompt`, `rewards` (float32, 0, or NaN if it is unknown already) and `reward_error` (text or None). If
+        prompts name images, `images` has them.
         """
 
     @endpoint
@@ -101,7 +112,7 @@ class Environment(Actor, ABC):
         """Answer each row's `completion`, the text of its last turn.
 
         Adds `observation` (text), `rewards` (float32, for this turn, NaN if it is unknown whatever `errors` says),
-        `done` (bool) and `reward_error`. A row with an error is done.
+        `done` (bool) and `reward_error`. A row with an error is done. If observations name images, `images` has them.
         """
 
     @endpoint
@@ -134,11 +145,11 @@ class FunctionEnvironment(Environment):
                     "set task.prompt to a template such as {prompt[0][content]}; `reset` gets the whole row"
                 )
 
-        async def one(index: int) -> tuple[str, float, str | None]:
+        async def one(index: int) -> tuple[_Shown, float, str | None]:
             row = cast("Row", rows[index]) | {"prompt": prompts[index]}
             row |= {} if answers[index] is None else {"answer": answers[index]}
 
-            async def begin() -> str:
+            async def begin() -> _Shown:
                 await self._drop(numbers[index])  # it is begun again
                 self._running.add(numbers[index])
                 if self._has_sandbox:
@@ -149,11 +160,10 @@ class FunctionEnvironment(Environment):
                 return await tried_again(begin), 0.0, None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
-                return str(prompts[index]), *await self._fail(numbers[index], error)
+                return _Shown(str(prompts[index]), {}), *await self._fail(numbers[index], error)
 
         begun = await gathered(one, len(batch), self._concurrency)
-        return batch.assign(
-            prompt=[text for text, _, _ in begun],
+        return _with_images(batch, "prompt", [shown for shown, _, _ in begun]).assign(
             rewards=np.array([reward for _, reward, _ in begun], np.float32),
             reward_error=[error for _, _, error in begun],
         )
@@ -162,7 +172,7 @@ class FunctionEnvironment(Environment):
         """Call each row's instance, and drop it if the episode is done. DataError if the row has no instance here."""
         texts, numbers = batch.objects("completion"), _numbers(batch)
 
-        async def one(index: int) -> tuple[Step, str | None]:
+        async def one(index: int) -> tuple[tuple[_Shown, float, bool], str | None]:
             number = numbers[index]
             if number not in self._running:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
@@ -171,13 +181,12 @@ class FunctionEnvironment(Environment):
             except RAISED as error:
                 unless_cancelled(error)
                 reward, told = await self._fail(number, error)
-                return ("", reward, True), told
+                return (_Shown("", {}), reward, True), told
             _, _, done = answer
             return answer, await self._drop(number) if done else None
 
         steps = await gathered(one, len(batch), self._concurrency)
-        return batch.assign(
-            observation=[observation for (observation, _, _), _ in steps],
+        return _with_images(batch, "observation", [shown for (shown, _, _), _ in steps]).assign(
             rewards=np.array([reward for (_, reward, _), _ in steps], np.float32),
             done=np.array([done for (_, _, done), _ in steps], np.bool_),
             reward_error=[error for _, error in steps],
@@ -325,22 +334,41 @@ def _numbers(batch: Batch) -> list[int]:
     return cast("list[int]", batch.row("episode").tolist())
 
 
-def _prompt(value: object) -> str:
-    return _text(value, "reset")
+def _with_images(batch: Batch, name: str, shown: Sequence[_Shown]) -> Batch:
+    """Add a column of texts, and the `images` that each names: new ones, and those that its row had."""
+    images = batch.columns.get(IMAGES)
+    had = images if isinstance(images, Images) else Images([()] * len(batch), {})
+    pool = {**had.pool, **{key: file for each in shown for key, file in each.files.items()}}
+    texts = [unmarked(each.text, {*own, *each.files}) for each, own in zip(shown, had, strict=True)]
+    return batch.assign(images=Images(map(names_in, texts), pool), **{name: texts})
+
+
+def _prompt(value: object) -> _Shown:
+    return _shown(value, "reset")
 
 
 def _nothing(value: object) -> None:
     """Whatever `close` returns."""
 
 
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must return a text, not {value!r}")
-    return value
+def _shown(value: object, what: str) -> _Shown:
+    if not isinstance(value, str | list | tuple):
+        raise TypeError(f"{what} must return a text, or a list of texts and images, not {value!r}")
+    text, files = "", dict[str, bytes]()
+    for part in [value] if isinstance(value, str) else cast("Sequence[object]", value):
+        if isinstance(part, str):
+            text += part
+        elif (data := file_in(part, what)) is not None:
+            opened(data, what)
+            files[name_of(data)] = data
+            text += mark_of(name_of(data))
+        else:
+            raise TypeError(f"{what} returned {shortened(part)}: an image is the bytes of its file, or one of Pillow")
+    return _Shown(text, files)
 
 
-def _checked(result: object) -> Step:
+def _checked(result: object) -> tuple[_Shown, float, bool]:
     if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 3:
         raise TypeError(f"step must return (observation, reward, done), not {result!r}")
     observation, reward, done = cast("tuple[object, object, object]", result)
-    return _text(observation, "the observation that step returns"), finite(reward), bool(done)
+    return _shown(observation, "step"), finite(reward), bool(done)

@@ -8,13 +8,13 @@ All rows of a call take a turn together. The sampler samples, the environment an
 continue after their tokens. The model's text is never encoded again, and the environment's text is not learned.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, OnError, Ragged, Source, Weights, with_rewards
+from meshrl.data import FINGERPRINTS, IMAGES, Batch, Images, OnError, Ragged, Source, Weights, names_in, with_rewards
 from meshrl.errors import DataError
 from meshrl.mesh import Array, parts, routed
 from meshrl.roles import Sampler, Sampling
@@ -100,7 +100,7 @@ class Episodes(Sampler):
             self._begun += len(rows)
         whole = rows.assign(episode=numbers, rewards=np.zeros(len(rows), np.float32))
         begun = await self._on_its_rank(self._environment.reset, whole)
-        return whole.assign(
+        return _seeing(whole, begun, [names_in(str(text)) for text in begun.objects("prompt")]).assign(
             prompt=list(begun.objects("prompt")),
             reward_error=list(begun.objects("reward_error")),
             rewards=begun.rewards,
@@ -127,7 +127,9 @@ class Episodes(Sampler):
         if "tokens" in live:
             had = _places(tokens) < np.repeat(live.tokens.lengths, tokens.lengths)
             mask[had] |= _bools(live.loss_mask.values)
+        seen = {name: drawn[name] for name in (IMAGES, FINGERPRINTS) if name in drawn}
         return live.assign(
+            **seen,
             tokens=tokens,
             loss_mask=Ragged(mask, tokens.offsets),
             sampler_logprobs=Ragged(drawn.sampler_logprobs.values, tokens.offsets, source=Source("sampler")),
@@ -162,17 +164,24 @@ class Episodes(Sampler):
         rewards[np.array([error is not None for error in errors], np.bool_) & ~np.isnan(rewards)] = 0
         late = ~done & (turns >= self._turns)
         texts = zip(live.objects("completion"), live.objects("turn_text"), shown, late.tolist(), strict=True)
-        after = live.assign(
-            rewards=rewards,
-            reward_error=errors,
-            turns=turns,
-            truncated=_bools(live.row("truncated")) | late,
-            completion=[
-                _joined(str(before), str(turn)) + ("" if end else answer) for before, turn, answer, end in texts
-            ],
-            observation=shown,
-            turn_start=live.tokens.lengths,
-        ).drop("turn_text")
+        had = cast("Sequence[Sequence[str]]", live.columns.get(IMAGES) or [()] * len(live))
+        ends = (done | late).tolist()
+        names = [[*own, *names_in(text if not end else "")] for own, text, end in zip(had, shown, ends, strict=True)]
+        after = (
+            _seeing(live, answer, names)
+            .assign(
+                rewards=rewards,
+                reward_error=errors,
+                turns=turns,
+                truncated=_bools(live.row("truncated")) | late,
+                completion=[
+                    _joined(str(before), str(turn)) + ("" if end else answer) for before, turn, answer, end in texts
+                ],
+                observation=shown,
+                turn_start=live.tokens.lengths,
+            )
+            .drop("turn_text")
+        )
         await self._on_its_rank(self._environment.close, after.select(late | full))
         over = done | late
         ended = after.select(over).drop(*_RUNNING)
@@ -188,6 +197,13 @@ class Episodes(Sampler):
             )
         owners = np.asarray(request.row("episode"), np.int64) % parts(call)
         return await (await routed(call, owners)(request)).load()
+
+
+def _seeing(rows: Batch, answer: Batch, names: Sequence[Sequence[str]]) -> Batch:
+    """Return rows with the images of these names, which are theirs or an answer's. Unchanged if there are none."""
+    known = [each for each in (rows.columns.get(IMAGES), answer.columns.get(IMAGES)) if isinstance(each, Images)]
+    pool = {name: file for each in known for name, file in each.pool.items()}
+    return rows.assign(images=Images(names, pool)) if any(names) or IMAGES in rows else rows
 
 
 def _joined(before: str, turn: str) -> str:

@@ -1,4 +1,4 @@
-"""Images in the rows of a task: read from files, bytes and data URLs, each once, and named in the row's texts."""
+"""Images in the rows of a task: read from files, bytes and URLs, each once, and named in the row's texts."""
 
 import base64
 import binascii
@@ -12,6 +12,7 @@ from typing_extensions import TypeIs
 
 from meshrl.data import MOST_BYTES, file_of, mark_of, name_of, opened
 from meshrl.errors import DataError, shortened
+from meshrl.tasks.fetching import fetched
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,9 +26,10 @@ _KEYS: Final = ("image", "image_url", "url", "path", "bytes", "base64")
 class Album:
     """The images of a task's rows: each file once, by name."""
 
-    def __init__(self, keys: Sequence[str], folder: Path) -> None:
-        """`keys`: of rows, whose values are images. `folder`: where relative paths start."""
-        self._keys, self._folder = keys, folder
+    def __init__(self, keys: Sequence[str], folder: Path, hosts: Sequence[str] = ()) -> None:
+        """`keys`: of rows, whose values are images. `folder`: where relative paths start. `hosts`: as for `fetched`."""
+        self._keys, self._folder, self._hosts = keys, folder, hosts
+        self._fetched: dict[str, bytes] = {}
         self.pool: dict[str, bytes] = {}
 
     def named(self, row: dict[str, object], where: str) -> tuple[dict[str, object], list[str]]:
@@ -89,28 +91,32 @@ class Album:
         return name
 
     def _file(self, value: object, where: str) -> bytes:
-        """Return the file of an image. DataError if there is none, or it is on another host."""
+        """Return the file of an image. DataError if there is none."""
         if isinstance(value, Mapping):  # the hub's and parquet's form
             table = cast("Mapping[str, object]", value)
             value = table.get("bytes") or table.get("path")
-        if isinstance(value, bytes | bytearray):
-            return bytes(value)
         if isinstance(value, str) and value.startswith("data:"):
             return decoded_url(value, where)
         if isinstance(value, str) and "://" in value[:16]:
-            raise DataError(
-                f"{where} is {shortened(value)}: images are not fetched from other hosts: download it, and give its "
-                "path or its bytes"
-            )
+            if value not in self._fetched:
+                self._fetched[value] = fetched(value, self._hosts, where)
+            return self._fetched[value]
         if isinstance(value, str) and value:
             try:
                 with (self._folder / value).open("rb") as file:
                     return file.read(MOST_BYTES + 1)  # a longer one is refused when it is opened
             except (OSError, ValueError) as error:
                 raise DataError(f"{where}: the image {shortened(value)} cannot be read: {error}") from error
-        if _is_picture(value):
-            return file_of(value, where)
-        raise DataError(f"{where} is {shortened(value)}: an image is a path, bytes, or a data URL")
+        if (data := file_in(value, where)) is not None:
+            return data
+        raise DataError(f"{where} is {shortened(value)}: an image is a path, bytes, or a URL")
+
+
+def file_in(value: object, where: str) -> bytes | None:
+    """Return the file of bytes, or of an image of Pillow. None for another value. DataError as `file_of`."""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    return file_of(value, where) if _is_picture(value) else None
 
 
 def _is_picture(value: object) -> TypeIs["Image"]:

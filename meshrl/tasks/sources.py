@@ -59,11 +59,12 @@ class TaskConfig(Config):
     `verifiers:TASKSET`."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Options of the source. For spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000) and `seed`
-    (0). For shapes: `size` (2,000), `pixels` (32) and `seed` (0). For reasoning_gym: `size`, `seed` and the dataset's
-    own options. For lm_eval: `split` ("test", or "train"), `num_fewshot` (the task's) and `data` (a file of rows, or a
-    file for each split). For verifiers: `python`, the Python that it is installed in (".venv-verifiers/bin/python"),
-    `size`, the most tasks to read, and `env`, the library's own table. For the hub: arguments of
-    `datasets.load_dataset`, such as `name`, the dataset's configuration, and `split` ("train")."""
+    (0). For shapes: `size` (2,000), `pixels` (32), `varied` (1.0), how far figures differ in size and place, and
+    `seed` (0). For reasoning_gym: `size`, `seed` and the dataset's own options. For lm_eval: `split` ("test", or
+    "train"), `num_fewshot` (the task's) and `data` (a file of rows, or a file for each split). For verifiers: `python`,
+    the Python that it is installed in (".venv-verifiers/bin/python"), `size`, the most tasks to read, and `env`, the
+    library's own table. For the hub: arguments of `datasets.load_dataset`, such as `name`, the dataset's configuration,
+    and `split` ("train")."""
     prompt: str = "{question}"
     """Template of the prompt, with the row's keys, as for `str.format`. `{metadata[word]}` reads a key of a nested
     table, and `{{` is a brace."""
@@ -74,8 +75,10 @@ class TaskConfig(Config):
     """Templates of dialogues, which rows use in turn, instead of prompt and answer. `sft` learns the assistant's
     messages in the policy's chat template. Default: no dialogues."""
     images: tuple[str, ...] = ()
-    """The row's keys with images: a path, bytes, a data URL, or a list of these. A path starts at the folder of the
-    task's file. In a template, such a key puts its images there. Images that no template names come first."""
+    """The row's keys with images: a path, bytes, a URL, or a list of these. A path starts at the folder of the task's
+    file. In a template, such a key puts its images there. Images that no template names come first."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which images with a URL are fetched. "*" allows every host with a public address. Default: none."""
     max_prompt_tokens: int | None = Field(default=None, gt=0)
     """Leave out prompts with more tokens than this. Tokens are counted in the chat template of the policy, or of the
     first role with a model if there is no policy. By default no prompt is left out."""
@@ -94,6 +97,7 @@ class ShapesConfig(Config):
 
     size: Annotated[int, Field(ge=1, le=1_000_000)] = 2_000
     pixels: Annotated[int, Field(ge=16, le=1024)] = 32
+    varied: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: int = 0
 
 
@@ -110,8 +114,8 @@ def shape_rows(config: ShapesConfig) -> Iterator[dict[str, object]]:
     for number in range(config.size):
         random = Random(config.seed + number)
         colour, shape = random.choice([*_COLOURS]), random.choice(_SHAPES)
-        width = random.uniform(0.35, 0.6) * config.pixels
-        left, top = (random.uniform(0, config.pixels - width) for _ in range(2))
+        width = (0.6 - config.varied * random.uniform(0, 0.25)) * config.pixels
+        left, top = ((config.pixels - width) * (0.5 + config.varied * (random.uniform(0, 1) - 0.5)) for _ in range(2))
         box = (left, top, left + width, top + width)
         image = Image.new("RGB", (config.pixels, config.pixels), (255, 255, 255))
         draw, fill = ImageDraw.Draw(image), _COLOURS[colour]

@@ -174,7 +174,7 @@ def _task(config: TaskConfig, source: Iterable[tuple[str, Row]], *, quiet: bool 
 def _album(config: TaskConfig) -> Album:
     """Return an album for the images of a task."""
     is_file = not any(config.source.startswith(each) for each in ("hf:", "lm_eval:", "verifiers:", *GENERATORS))
-    return Album(config.images, Path(config.source).parent if is_file else Path())
+    return Album(config.images, Path(config.source).parent if is_file else Path(), config.image_hosts)
 
 
 def _short_enough(config: TaskConfig, album: Album, rows: Sequence[_Filled]) -> Sequence[_Filled]:

@@ -106,7 +106,7 @@ async def test_requests_that_are_refused_in_the_protocols_form(talk: Talk) -> No
     cases: list[tuple[dict[str, Any], str]] = [
         ({"messages": []}, "length >= 1"),
         ({"max_tokens": 0}, "`$.max_tokens`"),
-        ({"messages": [image]}, "type 'image'"),
+        ({"messages": [image]}, "with a source of type"),
         ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "end with a message of the user"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search' of type"),
         ({"mcp_servers": [{"url": "a"}]}, "mcp_servers"),

@@ -19,6 +19,7 @@ from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.agents.talks import opened
+from tests.agents.test_messages import post
 from tests.backends.material import floats
 from tests.images.families import folder_of, picture
 
@@ -51,6 +52,18 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
         written: Any = {"type": "input_image", "image_url": url(one), "detail": "auto"}
         whole: Any = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}, written]}]
         await talk.client.responses.create(model="any", input=whole)
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(one).decode()}
+        block: Any = {"type": "image", "source": source}
+        parts: Any = [{"type": "text", "text": "what is "}, block, {"type": "text", "text": "?"}]
+        counted = await post(talk, "messages/count_tokens", messages=[{"role": "user", "content": parts}])
+        assert counted.json() == {"input_tokens": told.usage.prompt_tokens}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "a",
+            "content": [{**block, "source": {"type": "url", "url": "a"}}],
+        }
+        refused = await post(talk, messages=[{"role": "user", "content": [result]}])
+        assert (refused.status_code, "not fetched" in refused.text) == (400, True)
         for wrong, why in {
             "https://example.org/a.png": "not fetched from other hosts",
             url(b"no image"): "no whole image",

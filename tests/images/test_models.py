@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, LlavaModel
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from meshrl import Batch, ClippedLoss, Policy, PolicyConfig, SamplerConfig, Sampling, Task
 from meshrl.data import IMAGES, Images
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import Array, Rank, rank_context
+from meshrl.roles import Workload, memory_of
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchPolicy
@@ -169,6 +170,43 @@ async def test_what_sees_is_trained_if_asked_for(folder: FolderOf) -> None:
     assert [name for name in before if "vision_tower" in name and not np.array_equal(before[name], after[name])]
     with pytest.raises(ConfigError, match=r"policy\.train_vision: this model sees no images"):
         TorchPolicy(PolicyConfig.model_validate({"model": TEXT, "train_vision": True}))
+
+
+async def test_an_image_is_looked_at_once_a_pass(folder: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, trainer, looked = await drawn(folder("llava"), n=4), policy(folder("llava")), list[int]()
+    look = LlavaModel.get_image_features
+
+    def told_of(self: LlavaModel, pixel_values: Tensor, **more: Any) -> Any:
+        looked.append(len(pixel_values))
+        return look(self, pixel_values=pixel_values, **more)
+
+    monkeypatch.setattr(LlavaModel, "get_image_features", told_of)
+    await trainer.logprobs(batch.select([0, 1, 2, 3]))
+    assert looked == [1]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3"])
+def test_memory_has_what_a_tower_keeps(family: str, folder: FolderOf) -> None:
+    keys = {"model": folder(family), "chat": True, "train_vision": True, "micro_batch_tokens": 400}
+    work = Workload({"dp": 1}, prompt=40, completion=8, rows=8, n=4, gpu=0)
+    terms = [memory_of(PolicyConfig.model_validate(each), work) for each in (keys, keys | {"train_vision": False})]
+    trained, frozen = [{term.name: term.nbytes for term in each.terms}["images"] for each in terms if each]
+    network = AutoModelForImageTextToText.from_pretrained(folder(family))
+    weights, kept = {each.data_ptr() for each in network.parameters()}, dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    image = Image.new("RGB", (256, 256), "white")
+    made = AutoImageProcessor.from_pretrained(folder(family), backend="pil")(images=[image], return_tensors="pt")
+    inputs = {name: each for name, each in made.items() if name in ("pixel_values", "image_grid_thw")}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        seen = cast("Any", network.base_model).get_image_features(**inputs)
+    own = 2 * sum(size for at, size in kept.items() if at not in weights)
+    assert own <= trained <= 2 * own
+    assert frozen < trained
+    assert seen is not None
 
 
 @on_ranks

@@ -2,9 +2,11 @@
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, cast
 from zlib import crc32
 
@@ -21,6 +23,7 @@ from meshrl.errors import DataError
 from meshrl.hub import dataset_rows
 from meshrl.run import find_mistakes, load_job, shipped_configs
 from meshrl.run.check_rows import find_row_mistakes
+from meshrl.tasks.fetching import fetched
 from tests.images.families import picture
 
 
@@ -97,15 +100,59 @@ def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
         "truncated|no whole image": picture(1, 90, 90)[:-200],
         "pixels": bytes(huge),
         "is animated": file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-        "not fetched from other hosts": "https://example.org/a.png",
+        "not fetched from example.org": "https://example.org/a.png",
         "cannot be read: .*missing.png": str(tmp_path / "missing.png"),
         "write a data URL": "data:image/png,abc",
-        "a path, bytes, or a data URL": 5,
+        "a path, bytes, or a URL": 5,
     }
     row = {"question": "a", "answer": "b"}
     for match, value in cases.items():
         with pytest.raises(DataError, match=f"rows, row 1: `image`.*({match})"):
             Task.of([row | {"image": each} for each in (picture(1), value)], images=["image"])
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """A host with an image, a way to it by another name, and an answer that never comes."""
+    asked = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/never":
+                asked.wait()
+            self.send_response(301 if self.path == "/moved" else 200 if self.path == "/a.png" else 404)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")  # type: ignore[attr-defined]
+            self.end_headers()
+            self.wfile.write(picture(1))
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        asked.set()
+        server.shutdown()
+
+
+def test_images_are_fetched_from_hosts_that_are_allowed(tmp_path: Path, host: str) -> None:
+    def task(path: str, *hosts: str) -> Batch:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "a", "answer": "b", "image": f"{host}{path}"}))
+        table = {"source": str(tmp_path / "rows.jsonl"), "images": ["image"], "image_hosts": hosts, "held_out": 0}
+        return Task.load(TaskConfig.model_validate(table)).train
+
+    assert [*pool(task("/a.png", "127.0.0.1")).values()] == [picture(1)]
+    assert pool(task("/moved", "127.0.0.1", "localhost"))
+    for path, hosts, match in (
+        ("/moved", ("127.0.0.1",), "not fetched from localhost"),
+        ("/moved", ("127.0.0.1", "*"), "localhost has the address .*, which is not public"),
+        ("/a.png", ("*",), "has the address 127.0.0.1, which is not public"),
+        ("/b.png", ("127.0.0.1",), "answered 404"),
+    ):
+        with pytest.raises(DataError, match=f"line 1: `image`.*{match}"):
+            task(path, *hosts)
+    with pytest.raises(DataError, match=r"row 1: .* cannot be fetched: .*, after 0\.1 seconds"):
+        fetched(f"{host}/never", ["127.0.0.1"], "row 1", seconds=0.1)
 
 
 def test_odd_images_are_read_as_documented() -> None:

@@ -24,6 +24,7 @@ def a_run(folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0,
     rewards = (0.5 + better) * np.arange(STEPS) / STEPS + luck.uniform(-0.05, 0.05, STEPS)
     right = (hard + luck.uniform(-0.1, 0.1, 200) < 0.5 + better).astype(float)
     sample = {"step": 80, "prompt": f"{HOSTILE}>", "completion": f"{folder.name} {HOSTILE}", "reward": 0.5}
+    sample["images"] = ["data:image/png;base64,"]
     folder.mkdir(parents=True)
     write(
         folder / "metrics.jsonl",
@@ -252,5 +253,5 @@ async def test_a_browser_draws_the_page_and_a_prompt_is_text(tmp_path: Path, bro
     assert await page.locator("main h2").all_text_contents() == titles
     assert await page.locator('main path[d^="M"]').count() > 0
     assert HOSTILE in str(await page.locator("main").text_content())
-    assert await page.locator("main img").count() == 0
+    assert await page.locator("main img").count() == await page.locator("main .images img").count() == 1
     assert await page.title() == "base · slow · meshrl"

@@ -29,6 +29,7 @@ from meshrl.roles import (
     options_of,
 )
 from meshrl_torch.estimate import rehearsal
+from meshrl_torch.estimate.eyes import looks
 from meshrl_torch.estimate.flops import cache_per_token
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.attention import Packed
@@ -81,8 +82,9 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
             f"the backend 'torch' trains on one rank, but the mesh {config.mesh!r} has {dict(work.axes)}: take "
             'backend = "fsdp", or one rank'
         )
-    measured = figures(config, here, partial(_whole, config))
-    return MemoryEstimate(measured.terms("update" if trains else "score", host=True), knobs(config))
+    measured, during = figures(config, here, partial(_whole, config)), "update" if trains else "score"
+    seen = looks(config, here, budget_of(config), during, host=True)
+    return MemoryEstimate([*measured.terms(during, host=True), *seen], knobs(config))
 
 
 def _whole(config: ModelConfig, model: LanguageModel) -> Layout:
@@ -115,9 +117,10 @@ def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
         terms = _without_moments(terms)
     if trains and work.gpu:
         terms.append(_reduction(config, measured.gathered, grid.shape[1]))
+    seen = looks(config, work, budget_of(config), "update" if trains else "score", host=not work.gpu)
     offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
     offload += ["fsdp.offload_moments=true"] if offload and trains and not layout.offload_moments else []
-    return MemoryEstimate(terms, [*knobs(config), *offload])
+    return MemoryEstimate([*terms, *seen], [*knobs(config), *offload])
 
 
 def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: LanguageModel) -> Layout:
@@ -179,7 +182,13 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
         ("prefill", measured.head, "generate", once),
     )
     terms = [MemoryTerm(*row, host=True) for row in rows]
-    return MemoryEstimate(terms, [f"slots={max(1, slots // 2)}", *knobs(config)])
+    seen = looks(config, prompts, PREFILL_TOKENS, "generate", host=True)
+    return MemoryEstimate([*terms, *seen], [f"slots={max(1, slots // 2)}", *knobs(config)])
+
+
+def budget_of(config: ModelConfig) -> int:
+    """Return the most tokens of a role's micro-batch, 1 if it has none."""
+    return int(getattr(config, "micro_batch_tokens", 1))
 
 
 def knobs(config: ModelConfig) -> list[str]:
@@ -187,7 +196,7 @@ def knobs(config: ModelConfig) -> list[str]:
     settings: list[str] = []
     if isinstance(config, PolicyConfig) and not config.activation_checkpointing:
         settings.append("activation_checkpointing=true")
-    if (budget := int(getattr(config, "micro_batch_tokens", 1))) > 1:
+    if (budget := budget_of(config)) > 1:
         settings.append(f"micro_batch_tokens={budget // 2}")
     if config.dtype == "float32":
         settings.append("dtype=bfloat16")
@@ -203,7 +212,7 @@ def figures(
     rehearsed with two and with three, and their difference counts for each further layer.
     """
     layers = int(config_of(config).get_text_config().num_hidden_layers)
-    most = budget or int(getattr(config, "micro_batch_tokens", 1))
+    most = budget or budget_of(config)
     attention = rehearsal.GpuAttention if work.gpu else Packed
     rehearsed: list[rehearsal.Rehearsal] = []
     for depth in DEPTHS if layers > max(DEPTHS) else (layers,):

@@ -56,6 +56,13 @@ class HuggingFaceChat:
         """True if the model sees images."""
         return self._words.vision is not None
 
+    def see(self, images: Mapping[str, bytes]) -> None:
+        """Let the processor read images, in any thread. DataError for one that cannot be read."""
+        if (vision := self._words.vision) is None:
+            return
+        for name in images:
+            vision.seen(Images([[name]], images), name, "an image of a message")
+
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages with what stands for their images. DataError also if the model sees none."""
         try:
@@ -101,10 +108,11 @@ class HuggingFaceChat:
 
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """Read the chat format of the model in a role's table. ModelError if it has no template."""
-    return HuggingFaceChat(_words(config), config.chat_template_kwargs)
+    return HuggingFaceChat(words_of(config), config.chat_template_kwargs)
 
 
-def _words(config: ModelConfig) -> Words:
+def words_of(config: ModelConfig) -> Words:
+    """Read how the model in a role's table encodes and decodes texts, without loading the model."""
     if not isinstance(config.model, NewModel):
         return read_words(config, folder_of(config.model))
     tokenizer = new_tokenizer(config.model)
@@ -125,7 +133,7 @@ def find_ends(config: ModelConfig, sampling: Sampling) -> str | None:
     """
     if not _is_here(config):
         return None
-    known = _words(config)
+    known = words_of(config)
     stops = known.stops(sampling)
     if sampling.ignore_eos and not stops and not sampling.stop:
         return f"sampling.ignore_eos: every completion goes on to sampling.max_tokens = {sampling.max_tokens}"
@@ -149,7 +157,7 @@ def count_rows(config: ModelConfig, rows: Batch) -> Sequence[int | str] | None:
     """
     if not _is_here(config):
         return None
-    known, judges = _words(config), isinstance(config, RewardModelConfig | RewardTrainingConfig)
+    known, judges = words_of(config), isinstance(config, RewardModelConfig | RewardTrainingConfig)
 
     def lengths(some: Batch) -> list[int]:
         if not {"completion", "messages", "steps"}.isdisjoint(some.names):

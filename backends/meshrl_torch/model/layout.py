@@ -1,6 +1,6 @@
 """How a model reads the rows of a pass: packed into one sequence, or padded, each row as its own sequence."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, cast
 
@@ -10,6 +10,7 @@ from meshrl.data import Ragged
 from meshrl.errors import ModelError
 from meshrl_torch.model.attention import NAME, Attend
 from meshrl_torch.model.packing import MicroBatch, Rows, micro_batches, padded_batches
+from meshrl_torch.model.vision import Taken
 
 
 class Layout(Protocol):
@@ -40,7 +41,7 @@ class Layout(Protocol):
         ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        images: Mapping[str, Tensor] | None = None,
+        images: Taken | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
 
@@ -67,7 +68,7 @@ class PackedRows:
         ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        images: Mapping[str, Tensor] | None = None,
+        images: Taken | None = None,
     ) -> Tensor:
         """Return the last hidden states. ModelError for images."""
         if images:
@@ -99,11 +100,11 @@ class PaddedRows:
         ids: Tensor,
         positions: Tensor,
         attend: Attend,
-        images: Mapping[str, Tensor] | None = None,
+        images: Taken | None = None,
     ) -> Tensor:
         """Return the last hidden states. The model numbers positions itself."""
-        given = {"input_ids": ids, **(images or {})}
-        return cast("Tensor", body(**given, use_cache=False).last_hidden_state)
+        given = {"input_ids": ids, "use_cache": False}
+        return cast("Tensor", (images.read(body, **given) if images else body(**given)).last_hidden_state)
 
 
 PACKED: Final = PackedRows()

@@ -16,7 +16,7 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import Packing
 from meshrl_torch.model.adapted import Adapters, Names, Reading, Uses, own_name, reading
-from meshrl_torch.model.attention import Attend, Kernel, Packed, moved
+from meshrl_torch.model.attention import Attend, Kernel, Packed
 from meshrl_torch.model.layout import PACKED, Layout
 from meshrl_torch.model.linear import use_onednn
 from meshrl_torch.model.masks import restricted
@@ -26,7 +26,7 @@ from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, read_padded, stand_in
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
-from meshrl_torch.model.vision import Vision, eyes_of, images_of
+from meshrl_torch.model.vision import Taken, Vision, eyes_of, images_of
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
@@ -89,7 +89,7 @@ class LanguageModel(Words):
         routes: Routes | None = None,
         beyond: Tensor | None = None,
         uses: Uses | None = None,
-        images: Mapping[str, Tensor] | None = None,
+        images: Taken | None = None,
     ) -> Tensor:
         """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
 
@@ -107,10 +107,10 @@ class LanguageModel(Words):
         zeros = [each.flatten()[:1].sum() * 0 for each in eyes]  # each has a gradient, also in a pass without images
         return states + torch.stack(zeros).sum().to(states.dtype) if zeros else states
 
-    def seen(self, batch: Batch, micro: MicroBatch) -> Mapping[str, Tensor] | None:
+    def seen(self, batch: Batch, micro: MicroBatch) -> Taken | None:
         """Return what the body takes for the images of a micro-batch, on the model's device. None if it has none."""
         taken = None if self.vision is None else self.vision.inputs(self.body, batch, micro)
-        return None if taken is None else {name: moved(each, self.device) for name, each in taken.items()}
+        return None if taken is None else taken.to(self.device)
 
     def begin(self, routes: Routes | None, beyond: Tensor | None, uses: Uses | None = None) -> None:
         """Begin a pass: its tokens' experts and adapters, and which are in rows longer than `native_tokens`."""

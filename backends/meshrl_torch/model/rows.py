@@ -177,13 +177,14 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
 
     The new tokens are those of a text that continues the row. They are not learned, have log-probs of 0, and the
     version -1. A row has no room if the model could not read it and one more token, or only with other positions: it is
-    returned unchanged. DataError for a text that the tokenizer cannot encode, or that has an image.
+    returned without the images of that text. DataError for a text that the tokenizer cannot encode.
     """
-    texts = [str(text) if text else "" for text in rows.objects("observation")]
-    for row, text in enumerate(texts):
-        if names_in(text):
-            raise DataError(f"{rows.place(row)}: an environment answers with an image, and it can only with a text")
-        words.put(text, (), None, rows.place(row))  # refuses the token that stands for an image
+    said, images = [str(text) if text else "" for text in rows.objects("observation")], images_of(rows)
+    names = [names_in(text) for text in said]
+    texts = [
+        words.put(words.with_tokens(text), own, images, rows.place(row)).text
+        for row, (text, own) in enumerate(zip(said, names, strict=True))
+    ]
     encoded = encode_after(words.tokenizer, [row.tolist() for row in rows.tokens], texts)
     lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)
     full = (added > 0) & (lengths + added + 1 > words.room(lengths))
@@ -193,6 +194,9 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
         parts = [np.concatenate([had, np.array(add, dtype)]) for had, add in zip(column, new, strict=True)]
         return Ragged.of(parts, dtype)
 
+    if images is not None:  # each row ends with those of the new text
+        kept = [own[: len(own) - no_room * len(new)] for own, new, no_room in zip(images, names, full, strict=True)]
+        rows = rows.assign(images=Images(kept, images.pool))
     nothing = [[0] * len(row) for row in ids]
     whole = rows.assign(
         tokens=after(rows.tokens, ids, np.int32),

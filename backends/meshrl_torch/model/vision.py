@@ -3,12 +3,12 @@
 import hashlib
 import shutil
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from meshrl.data import FINGERPRINTS, IMAGES, Batch, Images, opened
 from meshrl.errors import DataError, ModelError, described
+from meshrl_torch.model.attention import moved
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,6 +32,10 @@ _TABLES: Final = ("processor_config.json", "preprocessor_config.json")
 _KEPT: Final = 256 << 20
 """Bytes of pixels that are kept for later passes."""
 _OF_TEXT: Final = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+_PLACED: Final = "image_grid_thw"
+"""The name of sizes from which a body also makes positions."""
+_DEEP: Final = "deepstack_features"
+"""The name of what a body sees in addition, for several of its layers."""
 _KINDS: Final = ("mm_token_type_ids", "token_type_ids")
 """Names of what tells a model which tokens are of an image."""
 
@@ -54,6 +59,53 @@ class Seen:
         return sum(each.nbytes for each in self.inputs.values())
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a body takes for the images of a pass. It looks at each once, however many rows have it."""
+
+    inputs: Mapping[str, Tensor]
+    """With the ids, and the sizes of all images in turn."""
+    once: Mapping[str, Tensor]
+    """Pixels and sizes of the different images."""
+    tokens: Sequence[int]
+    """Of each different image."""
+    which: Sequence[int]
+    """The number among these of each image in turn."""
+
+    def to(self, device: torch.device) -> "Taken":
+        """Return the same with its tensors on the device."""
+        once = {name: moved(each, device) for name, each in self.once.items()}
+        same = {name for name, each in self.once.items() if self.inputs.get(name) is each}
+        rest = {name: moved(each, device) for name, each in self.inputs.items() if name not in same}
+        return replace(self, inputs={**{name: once[name] for name in same}, **rest}, once=once)
+
+    def read(self, body: nn.Module, **given: object) -> Any:
+        """Return what a body makes of these and what else is given to it."""
+        owner = cast("Any", body)
+        if len(self.which) == len(self.tokens):
+            return owner(**{**given, **self.inputs})
+        look = owner.get_image_features
+        owner.get_image_features = lambda *_, **how: self._for_all(look(**{**how, **self.once}))
+        try:
+            return owner(**{**given, **self.inputs})
+        finally:
+            del owner.get_image_features
+
+    def _for_all(self, seen: Any) -> Any:
+        """Repeat what was seen of the different images for all images in turn."""
+
+        def repeated(features: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+            whole = features if isinstance(features, Tensor) else torch.cat([*features])
+            own = whole.reshape(-1, whole.shape[-1]).split([*self.tokens])
+            made = torch.cat([own[number] for number in self.which])
+            return made[None] if isinstance(features, Tensor) else [made]
+
+        seen.pooler_output = repeated(seen.pooler_output)
+        if deep := getattr(seen, _DEEP, None):
+            setattr(seen, _DEEP, [*map(repeated, deep)])
+        return seen
+
+
 class Put(NamedTuple):
     """A text with what stands for its images."""
 
@@ -74,7 +126,8 @@ class Vision:
     ) -> None:
         """`source`: the model's folder, or a new model's processor."""
         self._shape, self._tokenizer, self._source = shape, tokenizer, source
-        self._kept: OrderedDict[str, Seen] = OrderedDict()
+        self._kept: dict[str, Seen] = {}
+        self._turn = RLock()  # of threads that use the processor
         named = (getattr(shape, name, None) for name in ("image_token_id", "image_token_index"))
         self.token: int = next((each for each in named if isinstance(each, int)), -1)
         """The token whose embedding is replaced by a feature of an image."""
@@ -124,9 +177,12 @@ class Vision:
 
     def seen(self, images: Images, name: str, where: str) -> Seen:
         """Return what the processor makes of an image. DataError, which names `where`, if it cannot be read."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
+        if (kept := self._kept.get(name)) is not None:
+            return kept
+        with self._turn:
+            return self._kept.get(name) or self._made(images, name, where)
+
+    def _made(self, images: Images, name: str, where: str) -> Seen:
         if name not in images.pool:
             raise DataError(f"{where}: the text names the image {name}, which the column `{IMAGES}` does not have")
         image = opened(images.pool[name], where)
@@ -141,7 +197,7 @@ class Vision:
             digest.update(value.contiguous().numpy().tobytes())
         seen = self._kept[name] = Seen(text, list(ids).count(self.token), inputs, digest.hexdigest())
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT:
-            self._kept.popitem(last=False)
+            del self._kept[next(iter(self._kept))]
         return seen
 
     def put(self, text: str, names: Sequence[str], images: Images, where: str) -> Put:
@@ -191,7 +247,7 @@ class Vision:
                     "give both the same model folder, and the same versions of transformers and Pillow"
                 )
 
-    def inputs(self, network: nn.Module, batch: Batch, micro: "MicroBatch") -> Mapping[str, Tensor] | None:
+    def inputs(self, network: nn.Module, batch: Batch, micro: "MicroBatch") -> Taken | None:
         """Return what a model takes for the images of a padded micro-batch, with its ids. None if it has no image."""
         images = images_of(batch)
         if images is None or not any(images):
@@ -218,7 +274,7 @@ class Vision:
         lengths: NDArray[np.int64],
         images: Images,
         names: Sequence[tuple[str, str]],
-    ) -> Mapping[str, Tensor] | None:
+    ) -> Taken | None:
         """Return what a model takes for these images and ids, int64[rows, tokens], of rows of these lengths.
 
         `names`: of the images in order, each with its place. None if there are none.
@@ -226,8 +282,13 @@ class Vision:
         if not names:
             return None
         known = signature(type(network).forward).parameters
-        seen = [self.seen(images, *each) for each in names]
-        made = {key: value for key, value in self._joined(seen, images, names).items() if key in known}
+        places = dict(names)
+        seen = {name: self.seen(images, name, where) for name, where in places.items()}
+        joined = self._joined([*seen.values()], images, [*places.items()])
+        once = {key: value for key, value in joined.items() if key in known}
+        made = dict(once)
+        if _PLACED in once:
+            made[_PLACED] = torch.cat([seen[name].inputs[_PLACED] for name, _ in names])
         own = np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, (self.token + 1) % 2)
         made["input_ids"] = torch.from_numpy(own)
         for kind in _KINDS:
@@ -236,7 +297,8 @@ class Vision:
                 after = np.cumsum((own == self.token)[:, ::-1], 1)[:, ::-1] == 0  # nothing later is of an image
                 made[kind] = torch.from_numpy(np.where(after, 0, types))
                 break
-        return made
+        order = {name: number for number, name in enumerate(seen)}
+        return Taken(made, once, [each.tokens for each in seen.values()], [order[name] for name, _ in names])
 
     def _joined(self, seen: Sequence[Seen], images: Images, names: Sequence[tuple[str, str]]) -> Mapping[str, Tensor]:
         """Return the tensors of several images as the processor makes them of all."""
@@ -271,11 +333,12 @@ class Vision:
 
     def _processed(self, files: Sequence["Image"]) -> tuple[Mapping[str, Tensor], list[str]]:
         """Return the tensors of images, and the text that stands for each."""
-        processor = self.processor
-        processor.replaced = []
-        made = processor(images=[*files], text=[processor.image_token * len(files)], return_tensors="pt")
-        inputs = {key: value for key, value in made.items() if key not in _OF_TEXT and isinstance(value, Tensor)}
-        return inputs, [*processor.replaced]
+        with self._turn:
+            processor = self.processor
+            processor.replaced = []
+            made = processor(images=[*files], text=[processor.image_token * len(files)], return_tensors="pt")
+            inputs = {key: value for key, value in made.items() if key not in _OF_TEXT and isinstance(value, Tensor)}
+            return inputs, [*processor.replaced]
 
 
 class _Recording:

@@ -1,6 +1,6 @@
 """Slots of a model whose own cache remembers its rows: keys and values, windows, convolutions, recurrent states."""
 
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, cast
@@ -15,6 +15,7 @@ from meshrl.errors import ModelError
 from meshrl_torch.model.adapted import Names, Uses
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.routing import Routes
+from meshrl_torch.model.vision import Taken
 from meshrl_torch.sample.cache import Ints, States
 
 CACHES: Final = ("past_key_values", "cache_params", "state", None)
@@ -119,7 +120,7 @@ class OwnCache:
                 peers.keep(~free)
         self._peers = [peers for peers in self._peers if len(peers.slots)]
 
-    def _taken(self, model: LanguageModel, ids: Tensor, images: Images) -> Mapping[str, Tensor] | None:
+    def _taken(self, model: LanguageModel, ids: Tensor, images: Images) -> Taken | None:
         """Return what the body takes for the images of prefixes. None if they have none."""
         if model.vision is None or not any(images):
             return None
@@ -135,7 +136,7 @@ class OwnCache:
         peers: Peers,
         ids: Tensor,
         records: bool,
-        taken: Mapping[str, Tensor] | None = None,
+        taken: Taken | None = None,
     ) -> States:
         """Read the next tokens, int64[rows, tokens], of rows of one length. Experts are those of these tokens.
 
@@ -156,7 +157,8 @@ class OwnCache:
             keeps = hasattr(model.body, _DELTAS)
             if keeps:
                 setattr(model.body, _DELTAS, peers.deltas)
-            output = model.body(**{"input_ids": read, **(taken or {})}, use_cache=True, **had)
+            given = {"input_ids": read, "use_cache": True, **had}
+            output = taken.read(model.body, **given) if taken else model.body(**given)
             peers.cache = getattr(output, self._keyword)
             peers.deltas = cast("Tensor | None", getattr(model.body, _DELTAS)) if keeps else None
         experts = None
