@@ -97,8 +97,12 @@ class _SglangEngine:
         self.version: str = sglang.__version__
         self.tokens = int(self._manager.model_config.vocab_size)
         self.steps = 0
-        self.cache_use = 0.0
         self.finished: list[Done] = []
+
+    @property
+    def cache_use(self) -> float:
+        # The schedulers write it into shared memory now and then.
+        return max((float(each.token_usage) for each in self._manager.load_snapshot_reader.read_all()), default=0.0)
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -135,8 +139,6 @@ class _SglangEngine:
     def step(self, orders: Connection) -> None:
         self._loop.run_until_complete(self._wait(orders.fileno()))
         self.steps += 1
-        # The schedulers write it into shared memory now and then.
-        self.cache_use = max((each.token_usage for each in self._manager.load_snapshot_reader.read_all()), default=0.0)
         if self._errors:
             raise self._errors[0]
 

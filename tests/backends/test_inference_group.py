@@ -93,7 +93,7 @@ def test_memory_that_is_written_again_under_another_name_is_mapped_once_and_let_
 class Steps:
     """An engine, as far as memory goes: a row ends after two steps, and from 100 on never."""
 
-    version, tokens, steps = "stand-in", 100, 0
+    version, tokens, steps, cache_use = "stand-in", 100, 0, 0.0
 
     def __init__(self, told: Connection) -> None:
         self.told, self.processes, self.finished = told, list[BaseProcess](), list[protocol.Done]()

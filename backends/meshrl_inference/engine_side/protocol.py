@@ -266,10 +266,13 @@ class Engine(Protocol):
     """Number of tokens that the model knows."""
     steps: int
     """Number of decode steps."""
-    cache_use: float
-    """Share of the KV cache that rows held after the last step."""
     finished: list[Done]
     """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
+
+    @property
+    def cache_use(self) -> float:
+        """Share of the KV cache that rows held after the last step."""
+        ...
 
     @property
     def processes(self) -> list[BaseProcess]:
