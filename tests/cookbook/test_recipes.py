@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
 from tests.first_hour.hub_server import Files, serving
 from tests.tinker.served import KEY, served, table
@@ -57,8 +59,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a recipe needs: the server, and a hub with the tokenizer and the data."""
-    config = table(str(folder), tmp_path_factory.mktemp("served"))
+    with environment_of(folder, tmp_path_factory.mktemp("served")) as made:
+        yield made
+
+
+@contextmanager
+def environment_of(folder: Path, place: Path) -> Iterator[dict[str, str]]:
+    """What a recipe needs: a server of a model, and a hub with its tokenizer and the data."""
+    config = table(str(folder), place)
     config["tinker"]["model"] = MODEL
     config["policy"]["lora"] = {}
     files: Files = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".jinja")}
@@ -69,7 +77,7 @@ def environment(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield {
             **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TINKER_", "PYTEST"))},
             "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+            "HF_HOME": str(place / "hub"),
             "HF_HUB_DISABLE_XET": "1",
             "TINKER_BASE_URL": url,
             "TINKER_API_KEY": KEY,
@@ -104,6 +112,38 @@ def sums() -> bytes:
     return lines([{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(24)])
 
 
+STEPS, PROBLEMS, TAUGHT = 12, 4, 400
+"""Steps of the arithmetic recipe, problems of each, which differ, and steps in which the model learns them before."""
+ASKED = "User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {x} + {y}?\n\nAssistant:"
+"""What the cookbook makes of a problem for this model."""
+
+
+def half_taught(folder: Path, place: Path) -> Path:
+    """The small model, after it has learned the recipe's sums, and to answer 7 as often."""
+    rows: list[tuple[str, str]] = []
+    for step in range(STEPS):
+        random = np.random.RandomState(step)
+        for _ in range(PROBLEMS):
+            x, y = random.randint(0, 101), random.randint(0, 101)
+            rows += [(ASKED.format(x=x, y=y), answer) for answer in (f" {x + y}", " 7")]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = tokenizer(
+        [asked + answer + tokenizer.eos_token for asked, answer in rows], padding=True, return_tensors="pt"
+    )
+    begins = torch.tensor([len(tokenizer(asked)["input_ids"]) for asked, _ in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    learned = (torch.arange(texts["input_ids"].shape[1]) >= begins[:, None]) & (texts["attention_mask"] == 1)
+    labels = texts["input_ids"].masked_fill(~learned, -100)
+    for _ in range(TAUGHT):
+        loss = model(**texts, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
 def run(recipe: str, environment: dict[str, str], log: Path, *settings: str) -> list[dict[str, float]]:
     """Run a recipe to its end, and return its metrics, step by step."""
     command = [
@@ -135,7 +175,16 @@ def test_rl_loop_runs_to_its_end(environment: dict[str, str], tmp_path: Path) ->
     assert [json.loads(each)["name"] for each in checkpoints] == ["000002", "final"]
 
 
-def test_math_rl_learns_arithmetic_with_a_sampler_that_agrees(environment: dict[str, str], tmp_path: Path) -> None:
+def test_math_rl_makes_a_model_that_knows_sums_say_them(folder: Path, tmp_path: Path) -> None:
+    settings = ("env=arithmetic", f"groups_per_batch={PROBLEMS}", "group_size=16", f"max_steps={STEPS}", "lora_rank=8")
+    with environment_of(half_taught(folder, tmp_path / "taught"), tmp_path / "served") as environment:
+        metrics = run("math_rl.train", environment, tmp_path / "log", *settings, "learning_rate=5e-4", "eval_every=0")
+    rewards = [each["env/all/reward/total"] for each in metrics]
+    assert len(rewards) == STEPS
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
+
+
+def test_math_rl_has_a_sampler_that_agrees_with_its_trainer(environment: dict[str, str], tmp_path: Path) -> None:
     settings = ("env=arithmetic", "group_size=4", "groups_per_batch=8", "lora_rank=8", "max_tokens=4", "max_steps=3")
     metrics = run(
         "math_rl.train", environment, tmp_path / "log", *settings, "loss_fn=importance_sampling", "eval_every=0"
