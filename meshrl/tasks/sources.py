@@ -101,7 +101,7 @@ class ShapesConfig(Config):
     seed: int = 0
 
 
-_COLOURS: Final = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "black": (20, 20, 20)}
+_COLOURS: Final = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (230, 190, 30)}
 _SHAPES: Final = ("circle", "square", "triangle")
 
 
