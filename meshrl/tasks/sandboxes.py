@@ -270,6 +270,7 @@ class _Commands(ABC):
             return
         with suppress(ProcessLookupError):
             process.terminate()
+        _read_no_more(process)
         if await process.wait() == -signal.SIGALRM:
             raise SandboxError(f"its runtime did not end it in {LONGEST} s")
 
@@ -366,21 +367,45 @@ class _Container(_Commands):
         except TimeoutError:
             size = len(output)
         finally:
-            if client.returncode is None:
-                if first:
-                    await self._kill(first.decode().strip())
-                with suppress(ProcessLookupError):
-                    client.kill()
-                await client.wait()
+            if not in_time:  # also when cancelled
+                await self._end(client, first.decode().strip())
         if not first and in_time:
             why = _told(client.returncode, bytes(told))
             raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {why}")
         return client.returncode if in_time else None, bytes(output), size - len(output)
 
+    async def _end(self, client: Process, process: str) -> None:
+        """End a command, by the number of its process in the container if that is known, and its client."""
+        try:
+            if process and client.returncode is None:
+                await self._kill(process)
+        finally:
+            with suppress(ProcessLookupError):
+                client.kill()
+            _read_no_more(client)
+            await client.wait()
+
     async def _kill(self, process: str) -> None:
         line = self._inside("sh", "-c", 'kill -s KILL -- "-$0" "$0"', process)
         killing = await asyncio.create_subprocess_exec(*line, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
-        await killing.wait()
+        try:
+            async with asyncio.timeout(_GRACE):
+                await killing.wait()
+        except TimeoutError as error:
+            with suppress(ProcessLookupError):
+                killing.kill()
+            with suppress(ProcessLookupError):
+                cast("Process", self._process).terminate()  # the command may still run
+            why = f"{self._runtime} did not kill a command in {_GRACE:g} s"
+            raise SandboxError(f"the sandbox is ended: {why}") from error
+
+
+def _read_no_more(process: Process) -> None:
+    """Close the outputs of a process. Its `wait` returns only after that, and a full one is not read to its end."""
+    transport = cast("asyncio.SubprocessTransport", vars(process)["_transport"])
+    for stream in (1, 2):
+        if pipe := transport.get_pipe_transport(stream):
+            pipe.close()
 
 
 async def _fed(client: Process, given: bytes) -> None:
