@@ -25,13 +25,13 @@ def fetched(url: str, hosts: Collection[str], where: str, seconds: float = _SECO
     """Return the file at a URL, cut after one byte more than MOST_BYTES. No proxy is asked.
 
     `hosts`: those that may be asked, by name, whatever their address is, and PUBLIC for all others with a public one.
-    DataError, which names `where`, for another host, also after a redirect, for an answer other than 200, and if all
-    of it takes longer than this.
+    DataError, which names `where`, for another host, also after a redirect, for an answer other than 200, for one that
+    ends early, and if all of it takes longer than this.
     """
     end, asked = monotonic() + seconds, url
     for _ in range(1 + _REDIRECTS):
         try:
-            found = _answer(urlsplit(asked), hosts, end - monotonic())
+            found = _answer(urlsplit(asked), hosts, end)
         except DataError as error:
             raise DataError(f"{where}: {shortened(url)}: {error}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL
@@ -43,12 +43,14 @@ def fetched(url: str, hosts: Collection[str], where: str, seconds: float = _SECO
     raise DataError(f"{where}: {shortened(url)} is redirected more than {_REDIRECTS} times")
 
 
-def _answer(url: SplitResult, hosts: Collection[str], seconds: float) -> bytes | str:
-    """Return the file at a URL, or where it moved to."""
+def _answer(url: SplitResult, hosts: Collection[str], end: float) -> bytes | str:
+    """Return the file at a URL, or where it moved to. OSError if it is not whole at `end`."""
     host, is_safe = url.hostname or "", url.scheme == "https"
     if url.scheme not in ("http", "https"):
         raise DataError(f"the scheme {url.scheme!r} is not read: use http or https")
-    opened = socket.create_connection(_address(host, url.port or (443 if is_safe else 80), hosts), max(seconds, 0.001))
+    address = _address(host, url.port or (443 if is_safe else 80), hosts)
+    seconds = max(end - monotonic(), 0.001)
+    opened = socket.create_connection(address, seconds)
     if is_safe:
         context = ssl.create_default_context()
         opened = context.wrap_socket(opened, server_hostname=host, do_handshake_on_connect=False)
@@ -73,7 +75,12 @@ def _answer(url: SplitResult, hosts: Collection[str], seconds: float) -> bytes |
             return moved
         if response.status != http.HTTPStatus.OK:
             raise DataError(f"{host} answered {response.status} {response.reason}")
-        return response.read(MOST_BYTES + 1)
+        data = response.read(MOST_BYTES + 1)
+        if monotonic() >= end:  # what was shut ends like a file whose length the host did not say
+            raise TimeoutError("not all of it came")
+        if response.length and len(data) <= MOST_BYTES:
+            raise http.client.IncompleteRead(data, response.length)
+        return data
     finally:
         watch.cancel()
         opened.close()

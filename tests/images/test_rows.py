@@ -113,17 +113,22 @@ def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
 
 @pytest.fixture
 def host() -> Iterator[str]:
-    """A host with an image, a way to it by another name, and an answer that never comes."""
+    """A host with an image, a way to it by another name, and answers that never come, or not whole."""
     asked = Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/never":
                 asked.wait()
-            self.send_response(301 if self.path == "/moved" else 200 if self.path == "/a.png" else 404)
+            self.send_response(301 if self.path == "/moved" else 404 if self.path == "/b.png" else 200)
             self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")  # type: ignore[attr-defined]
+            if self.path == "/short":
+                self.send_header("Content-Length", str(len(picture(1)) + 7))
             self.end_headers()
             self.wfile.write(picture(1))
+            if self.path == "/slow":
+                self.wfile.flush()
+                asked.wait()
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -153,6 +158,10 @@ def test_images_are_fetched_from_hosts_that_are_allowed(tmp_path: Path, host: st
             task(path, *hosts)
     with pytest.raises(DataError, match=r"row 1: .* cannot be fetched: .*, after 0\.1 seconds"):
         fetched(f"{host}/never", ["127.0.0.1"], "row 1", seconds=0.1)
+    with pytest.raises(DataError, match=r"row 1: .* cannot be fetched: TimeoutError.*, after 0\.1 seconds"):
+        fetched(f"{host}/slow", ["127.0.0.1"], "row 1", seconds=0.1)
+    with pytest.raises(DataError, match="cannot be fetched: IncompleteRead.* 7 more expected"):
+        task("/short", "127.0.0.1")
 
 
 def test_odd_images_are_read_as_documented() -> None:
