@@ -345,7 +345,9 @@ class _Container(_Commands):
 
     def _inside(self, *command: str) -> Sequence[str]:
         if self._runtime == "apptainer":
-            return ["apptainer", "exec", f"instance://{self._name}", *command]
+            # It would pass on this process's environment, and its folder.
+            bare = ["--cleanenv", "--pwd", "/tmp"]  # noqa: S108 -- of the container
+            return ["apptainer", "exec", *bare, f"instance://{self._name}", *command]
         return [self._runtime, "exec", "--interactive", self._name, *command]
 
     async def _run(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:

@@ -37,6 +37,7 @@ case "$(basename "$0") $1 $2" in
 "apptainer instance stop") rm -r {here}/$3;;
 *" exec "*)
     if [ "$2" = --interactive ]; then shift; fi
+    if [ "$2 $3 $4" = "--cleanenv --pwd /tmp" ]; then shift 3; unset SECRET; fi
     cd {here}/"${{2#instance://}}" || exit 1
     shift 2; exec setsid "$@";;
 *" rm "*) rm -r {here}/$4;;
@@ -48,6 +49,8 @@ esac
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     def put(name: str) -> Path:
         (folder := tmp_path / "bin").mkdir()
+        if name == "apptainer":  # the others pass nothing on
+            monkeypatch.setenv("SECRET", "mine")
         (folder / name).write_text(RUNTIME.format(here=tmp_path), "utf-8")
         (folder / name).chmod(0o755)
         tools = {"sh", "cat", "mkdir", "basename", "dirname", "rm", "setsid", "sleep", "seq", "printf", "kill", "wc"}
@@ -75,6 +78,7 @@ async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: C
         assert (both.status, both.output, both.left_out) == (3, "in out\nwrong\n", 0)
         assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).status in (137, -9)
         assert (await sandbox.exec(["no-such-program"])).status == 127
+        assert (await sandbox.exec("echo $SECRET")).output == "\n"
         long = await sandbox.exec("seq 100000", output_bytes=7)
         assert (long.output, long.left_out) == ("100000\n", 588895 - 7)
         late = await sandbox.exec("echo begun; sleep 600", seconds=0.5)
