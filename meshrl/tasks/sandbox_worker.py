@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import select
+import signal
 import struct
 import sys
 import traceback
@@ -288,6 +289,8 @@ def _become_command(job: dict[str, Any], here: Path, command: list[str], given: 
         for stream, target in ((given, 0), (printed, 1), (printed, 2)):
             os.dup2(stream, target)
         os.closerange(3, _OPEN_FILES)
+        for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored_by_python, signal.SIG_DFL)
         _limit(job, here)
         os.execvp(command[0], command)  # noqa: S606 -- confined by now
     except BaseException as error:  # noqa: BLE001 -- it must not return into the loop of its parent
