@@ -258,11 +258,11 @@ class _Commands(ABC):
 
     async def _is_ready(self) -> None:
         process = cast("Process", self._process)
-        told, output = bytearray(), cast("asyncio.StreamReader", process.stdout)
+        told, output = _Heard(_READ), cast("asyncio.StreamReader", process.stdout)
         while (line := await output.readline()) != b"ready\n":
             if not line:
-                await _heard(process.stderr, told, _READ)
-                raise SandboxError(f"status {await process.wait()}: {_told(0, bytes(told))}")
+                await told.read(process.stderr)
+                raise SandboxError(f"status {await process.wait()}: {_told(0, told.kept)}")
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -275,7 +275,7 @@ class _Commands(ABC):
             raise SandboxError(f"its runtime did not end it in {LONGEST} s")
 
 
-def _told(status: int | None, said: bytes) -> str:
+def _told(status: int | None, said: bytes | bytearray) -> str:
     text = said[-400:].decode(errors="replace").strip() or f"status {status}"
     return "it took too long" if status is None else text
 
@@ -321,6 +321,24 @@ class _Local(_Commands):
             self._folder.close()
 
 
+class _Heard:
+    """What was read of a stream so far: the first line if it is read apart, the end of the rest, and its size."""
+
+    def __init__(self, most: int) -> None:
+        self.first, self.kept, self.size = b"", bytearray(), 0
+        self._most = most
+
+    async def read(self, stream: asyncio.StreamReader | None, *, apart: bool = False) -> None:
+        """Read a stream to its end."""
+        reader = cast("asyncio.StreamReader", stream)
+        if apart:
+            self.first = await reader.readline()
+        while part := await reader.read(_READ):
+            self.size += len(part)
+            self.kept += part
+            del self.kept[: max(0, len(self.kept) - self._most)]
+
+
 class _Container(_Commands):
     """A container without a network, which lives as long as the input of its first process is open."""
 
@@ -354,27 +372,21 @@ class _Container(_Commands):
         # The first line is the process to kill: ending the client would leave it running.
         line = self._inside("sh", "-c", 'echo $$; exec "$@" 2>&1', "sh", *command)
         client = await asyncio.create_subprocess_exec(*line, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-        output, told, first = bytearray(), bytearray(), bytearray()
-        size, in_time = 0, False
+        output, told, in_time = _Heard(most), _Heard(_READ), False
         try:
-            async with asyncio.timeout(seconds):
-                talk = (
-                    _fed(client, given),
-                    _heard(client.stdout, output, most, first),
-                    _heard(client.stderr, told, _READ),
-                )
-                size = (await asyncio.gather(*talk))[1]
-                await client.wait()
-            in_time = True
-        except TimeoutError:
-            size = len(output)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    heard = output.read(client.stdout, apart=True), told.read(client.stderr)
+                    await asyncio.gather(_fed(client, given), *heard)
+                    await client.wait()
+                    in_time = True
         finally:
             if not in_time:  # also when cancelled
-                await self._end(client, first.decode().strip())
-        if not first and in_time:
-            why = _told(client.returncode, bytes(told))
+                await self._end(client, output.first.decode().strip())
+        if not output.first and in_time:
+            why = _told(client.returncode, told.kept)
             raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {why}")
-        return client.returncode if in_time else None, bytes(output), size - len(output)
+        return client.returncode if in_time else None, bytes(output.kept), output.size - len(output.kept)
 
     async def _end(self, client: Process, process: str) -> None:
         """End a command, by the number of its process in the container if that is known, and its client."""
@@ -417,17 +429,3 @@ async def _fed(client: Process, given: bytes) -> None:
         pipe.write(given)
         await pipe.drain()
     pipe.close()
-
-
-async def _heard(
-    stream: asyncio.StreamReader | None, kept: bytearray, most: int, first: bytearray | None = None
-) -> int:
-    """Read a stream to its end, and keep the end of it, and apart its first line. Returns the bytes without that."""
-    reader, size = cast("asyncio.StreamReader", stream), 0
-    if first is not None:
-        first += await reader.readline()
-    while part := await reader.read(_READ):
-        size += len(part)
-        kept += part
-        del kept[:-most]
-    return size

@@ -83,10 +83,13 @@ async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: C
         assert (piped.status, piped.output) == (0, "x\n")
         long = await sandbox.exec("seq 100000", output_bytes=7)
         assert (long.output, long.left_out) == ("100000\n", 588895 - 7)
+        none = await sandbox.exec("seq 100000", output_bytes=0)
+        assert (none.output, none.left_out) == ("", 588895)
         late = await sandbox.exec("echo begun; sleep 600", seconds=0.5)
         assert (late.status, late.output) == (None, "begun\n")
         flood = await sandbox.exec("while :; do echo x; done", seconds=0.5, output_bytes=6)
         assert (flood.status, flood.output.replace("\n", "")) == (None, "xxx")
+        assert flood.left_out > 6
         assert (await sandbox.exec("ls some || cat some/where.txt")).status == 0, "it goes on"
     with pytest.raises(SandboxError, match="ended"):
         await sandbox.exec("true")
