@@ -111,6 +111,10 @@ def test_bad_images_are_errors_of_their_row(tmp_path: Path) -> None:
             Task.of([row | {"image": each} for each in (picture(1), value)], images=["image"])
 
 
+PATHS = list[str]()
+"""What the host was asked for."""
+
+
 @pytest.fixture
 def host() -> Iterator[str]:
     """A host with an image, a way to it by another name, and answers that never come, or not whole."""
@@ -118,10 +122,14 @@ def host() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            PATHS.append(self.path)
             if self.path == "/never":
                 asked.wait()
-            self.send_response(301 if self.path == "/moved" else 404 if self.path == "/b.png" else 200)
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")  # type: ignore[attr-defined]
+            self.send_response(301 if "/moved" in self.path else 404 if self.path == "/b.png" else 200)
+            if self.path == "/moved%20here":
+                self.send_header("Location", "/ü b.png?ü=1 2#c".encode().decode("latin-1"))
+            else:
+                self.send_header("Location", f"http://localhost:{self.server.server_port}/a.png")  # type: ignore[attr-defined]
             if self.path == "/short":
                 self.send_header("Content-Length", str(len(picture(1)) + 7))
             self.end_headers()
@@ -160,8 +168,31 @@ def test_images_are_fetched_from_hosts_that_are_allowed(tmp_path: Path, host: st
         fetched(f"{host}/never", ["127.0.0.1"], "row 1", seconds=0.1)
     with pytest.raises(DataError, match=r"row 1: .* cannot be fetched: TimeoutError.*, after 0\.1 seconds"):
         fetched(f"{host}/slow", ["127.0.0.1"], "row 1", seconds=0.1)
-    with pytest.raises(DataError, match="cannot be fetched: IncompleteRead.* 7 more expected"):
+    with pytest.raises(DataError, match=r"cannot be fetched: IncompleteRead.* 7 more expected"):
         task("/short", "127.0.0.1")
+
+
+def test_usual_addresses_are_fetched_as_browsers_write_them(host: str) -> None:
+    PATHS.clear()
+    for written in ("/moved here", "/ü.png?q=a b%20c&d=(ä)"):
+        assert fetched(f"{host}{written}", ["127.0.0.1"], "row 1") == picture(1)
+    assert PATHS == ["/moved%20here", "/%C3%BC%20b.png?%C3%BC=1%202", "/%C3%BC.png?q=a%20b%20c&d=(%C3%A4)"]
+    assert fetched(host.replace("127.0.0.1", "LocalHost") + "/a.png", ["LOCALHOST"], "row 1") == picture(1)
+    with pytest.raises(DataError, match=r"not fetched from xn--bcher-kva\.example"):
+        fetched("https://bücher.example/a.png", [], "row 1")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255"),
+        *("[::1]", "[fc00::1]", "[fe80::1]", "[fec0::1]", "[ff0e::1]", "[::7f00:1]", "[::ffff:10.0.0.1]"),
+        *("[::ffff:0:a00:1]", "[64:ff9b::a00:1]", "[2002:a00:1::]", "[2001::a00:1]", "[2001:db8::1]"),
+    ],
+)
+def test_addresses_that_may_lead_inside_are_not_public(address: str) -> None:
+    with pytest.raises(DataError, match="which is not public"):
+        fetched(f"http://{address}:9/a.png", ["*"], "row 1")
 
 
 def test_odd_images_are_read_as_documented() -> None:
