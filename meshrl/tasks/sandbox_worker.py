@@ -12,10 +12,10 @@ import math
 import os
 import platform
 import resource
-import select
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -202,6 +202,8 @@ _READ_SEARCH = 2
 """CAP_DAC_READ_SEARCH of capabilities(7)."""
 _SHARED = "/dev/shm"  # noqa: S108 -- named to hide it
 _OPEN_FILES = 256
+_LOOK = 60.0
+"""Seconds between two looks at a command."""
 _READABLE = (
     *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", sys.prefix, sys.base_prefix, sys.exec_prefix),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/alternatives"),
@@ -262,12 +264,14 @@ def _serve(job: dict[str, Any], here: Path) -> NoReturn:
 
     Each is a line of JSON, followed by its standard input. Its answer is a line too, followed by the end of its output.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))  # `_waited` takes it
     os.write(1, b"ready\n")
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         given, printed = os.memfd_create("stdin"), os.memfd_create("output")
         os.write(given, sys.stdin.buffer.read(asked["given"]))
         os.lseek(given, 0, os.SEEK_SET)
+        _reap(0)
         child = os.fork()
         if not child:
             _become_command(job | {"timeout": asked["seconds"]}, here, asked["command"], given, printed)
@@ -291,6 +295,7 @@ def _become_command(job: dict[str, Any], here: Path, command: list[str], given: 
         os.closerange(3, _OPEN_FILES)
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _limit(job, here)
         os.execvp(command[0], command)  # noqa: S606 -- confined by now
     except BaseException as error:  # noqa: BLE001 -- it must not return into the loop of its parent
@@ -301,17 +306,27 @@ def _become_command(job: dict[str, Any], here: Path, command: list[str], given: 
 
 def _waited(child: int, seconds: float) -> int | None:
     """Wait for a child, and kill its session after these seconds. Returns its status, None if it took too long."""
-    ended = os.pidfd_open(child)
-    in_time = bool(select.select([ended], [], [], seconds)[0])
-    os.close(ended)
-    if not in_time:
-        with suppress(ProcessLookupError):
-            os.killpg(child, 9)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    until, status = time.monotonic() + seconds, _reap(child)
+    while status is None and (left := until - time.monotonic()) > 0:
+        signal.sigtimedwait((signal.SIGCHLD,), min(left, _LOOK))
+        status = _reap(child)
+    if status is None:
+        for kill in (os.killpg, os.kill):  # it may not have its session yet
+            with suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _reap(child: int) -> int | None:
+    """Reap all that has ended, as the first process of a namespace has to. Returns the wait status of this child."""
+    status = None
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # what earlier commands left, and has ended
-            pass
-    return (code if code >= 0 else 128 - code) if in_time else None
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == child else status
+    return status
 
 
 def _limit(job: dict[str, Any], here: Path) -> None:

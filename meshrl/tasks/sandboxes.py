@@ -357,7 +357,8 @@ class _Container(_Commands):
         else:
             options = ["--rm", "--interactive", "--network", "none", "--memory", f"{_LIMITS.memory_mib}m"]
             options += ["--pids-limit", str(_LIMITS.processes), "--name", name, "--entrypoint", "sh"]
-            held = [runtime, "run", *options, image, "-c", "echo ready; exec cat"]
+            # `exit` keeps a shell from becoming `cat`: it reaps what commands leave.
+            held = [runtime, "run", *options, image, "-c", "echo ready; cat; exit"]
             await self._launch(held, [runtime, "rm", "--force", "--volumes", name])
         await self._is_ready()
 

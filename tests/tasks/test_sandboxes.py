@@ -101,7 +101,7 @@ async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: C
         f"{kind} run --rm --interactive --network none --memory 4096m --pids-limit 64 --name {name} --entrypoint sh"
     )
     apptainers = "apptainer instance start --containall --writable-tmpfs --net --network none docker://image:3"
-    assert lines[0] == (f"{apptainers} {name}" if kind == "apptainer" else f"{begins} image:3 -c echo ready; exec cat")
+    assert lines[0] == (f"{apptainers} {name}" if kind == "apptainer" else f"{begins} image:3 -c echo ready; cat; exit")
     assert lines[-1].endswith(f"instance stop {name}" if kind == "apptainer" else f"rm --force --volumes {name}")
     assert not (asked.parent / name).exists()
 
@@ -147,6 +147,8 @@ async def test_a_local_sandbox_has_the_limits_of_a_models_code() -> None:
         assert "ermission denied" in (await sandbox.exec(["cat", str(Path(__file__))])).output
         await sandbox.exec("kill -9 -1; kill -9 $PPID")
         assert (await sandbox.exec("echo alive")).output == "alive\n"
+        orphans = await sandbox.exec("for each in $(seq 200); do (: & :) || exit; done")
+        assert (orphans.status, orphans.output) == (0, ""), "they do not count once they have ended"
 
 
 STUB = """
