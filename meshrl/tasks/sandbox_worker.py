@@ -277,7 +277,8 @@ def _serve(job: dict[str, Any], here: Path) -> NoReturn:
             _become_command(job | {"timeout": asked["seconds"]}, here, asked["command"], given, printed)
         status = _waited(child, asked["seconds"])
         size = os.fstat(printed).st_size
-        kept = os.pread(printed, asked["most"], max(0, size - asked["most"]))
+        most = min(asked["most"], size)
+        kept = os.pread(printed, most, size - most)
         os.close(given)
         os.close(printed)
         answer = json.dumps({"status": status, "size": size, "kept": len(kept)})

@@ -11,6 +11,7 @@ entry point `meshrl.sandboxes`. A sandbox that does not start is a fault of the 
 
 import asyncio
 import json
+import math
 import secrets
 import shutil
 import signal
@@ -238,6 +239,7 @@ class _Commands(ABC):
             raise SandboxError(f"{path} of the sandbox cannot be written: {_told(status, said)}")
 
     async def _in_turn(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
+        _check(command, seconds, given, most)
         async with self._turn:
             if self._process is None or self._process.returncode is not None:
                 raise SandboxError("the sandbox has ended, or did not start")
@@ -273,6 +275,24 @@ class _Commands(ABC):
         _read_no_more(process)
         if await process.wait() == -signal.SIGALRM:
             raise SandboxError(f"its runtime did not end it in {LONGEST} s")
+
+
+def _check(command: Sequence[object], seconds: float, given: object, most: object) -> None:
+    """Raise TypeError or ValueError for wrong arguments, before the sandbox gets them."""
+    if wrong := [each for each in command if not isinstance(each, str)]:
+        raise TypeError(f"a sandbox takes commands and paths as texts, not {wrong[0]!r}")
+    if not isinstance(given, bytes | bytearray):
+        raise TypeError(
+            f"a sandbox takes the input of a command and a file as bytes, not {type(given).__name__}: encode it"
+        )
+    if not isinstance(most, int):
+        raise TypeError(f"output_bytes is a whole number, not {most!r}")
+    if not command:
+        raise ValueError("a command of a sandbox has at least the name of a program, and this one is empty")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds of a command = {seconds}: it is more than 0, and finite")
+    if most < 0:
+        raise ValueError(f"output_bytes = {most}: it is at least 0")
 
 
 def _told(status: int | None, said: bytes | bytearray) -> str:

@@ -79,6 +79,18 @@ async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: C
         assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).status in (137, -9)
         assert (await sandbox.exec(["no-such-program"])).status == 127
         assert (await sandbox.exec("echo $SECRET")).output == "\n"
+        wrong: list[dict[str, Any]] = [
+            {"command": ["echo", 1]},
+            {"command": []},
+            {"command": "true", "seconds": 0.0},
+            {"command": "true", "seconds": float("nan")},
+            {"command": "true", "stdin": "text"},
+            {"command": "true", "output_bytes": -1},
+            {"command": "true", "output_bytes": 0.5},
+        ]
+        for arguments in wrong:
+            with pytest.raises((TypeError, ValueError), match=r"command|output_bytes"):
+                await sandbox.exec(**arguments)
         piped = await sandbox.exec("(while :; do echo x; done) | head -n 1")
         assert (piped.status, piped.output) == (0, "x\n")
         long = await sandbox.exec("seq 100000", output_bytes=7)
