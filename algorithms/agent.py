@@ -41,9 +41,8 @@ def credited(batch: rl.Batch, credit: Credit) -> rl.Batch:
     if credit == "turns":
         return batch.assign(advantages=rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups))
     if credit == "traces":
-        return batch.assign(
-            advantages=rl.trace_advantages(batch.ragged("trace_rewards"), batch.ragged("turn_traces"), batch.groups)
-        )
+        rewards, traces, seats = map(batch.ragged, ("trace_rewards", "turn_traces", "turn_seats"))
+        return batch.assign(advantages=rl.trace_advantages(rewards, traces, batch.groups, seats))
     return batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
 
 

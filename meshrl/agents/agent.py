@@ -72,6 +72,8 @@ class Episode:
     """The trace of each answer, int32[turns]: a number from 0 on. 0 for all, unless the program names traces."""
     trace_rewards: NDArray[np.float32]
     """Reward of each answer's trace, float32[turns]. NaN for a trace that is not learned."""
+    turn_seats: NDArray[np.int32]
+    """The seat of each answer's trace, int32[turns], such as the side of a game. 0, unless the program says."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Other numbers that the program returned."""
 
@@ -141,14 +143,15 @@ class Agent:
         """Return the episode, and whether it failed. Raises a fault of the machine."""
         session, output = gateway.open(sampling), self._output()
         reward, error, turns, failed = math.nan, None, None, False
-        traces, metrics = dict[str, float](), dict[str, float]()
+        traces, seats, metrics = dict[str, float](), dict[str, float](), dict[str, float]()
         try:
             async with AsyncExitStack() as stack:
                 name = self._config.sandbox
                 sandbox = await stack.enter_async_context(open_sandbox(name)) if name else None
                 result = await self._result(gateway, session, row, output, sandbox)
             reward, turns = _reward_of(result), _turn_rewards_of(result, len(session.conversation))
-            traces, metrics = _numbers_of(result, "traces", math.nan), _numbers_of(result, "metrics")
+            traces, seats = _numbers_of(result, "traces", math.nan), _numbers_of(result, "seats")
+            metrics = _numbers_of(result, "metrics", infinite=False)
         except RAISED as raised:  # a user's program may raise anything: the exception is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -170,8 +173,10 @@ class Agent:
         askers = session.askers if traces else [""] * answers
         of_trace = np.array([traces.get(each, math.nan) if traces else reward for each in askers], np.float32)
         numbers = np.array([[*dict.fromkeys(askers)].index(each) for each in askers], np.int32)
+        of_seat = np.array([seats.get(each, 0) for each in askers], np.int32)
         rows = _without(rows, np.flatnonzero(np.isnan(of_trace)))
-        return Episode(rows, reward, error, answers, tries, output.text, by_turn, numbers, of_trace, metrics), failed
+        by_trace = (numbers, of_trace, of_seat)
+        return Episode(rows, reward, error, answers, tries, output.text, by_turn, *by_trace, metrics), failed
 
     def _output(self) -> Output:
         """Choose the file for the next command's output, and delete the oldest one."""
@@ -360,15 +365,27 @@ def _turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
     return [finite(reward) for reward in cast("Sequence[object]", turns)]
 
 
-def _numbers_of(result: object, name: str, null: float | None = None) -> dict[str, float]:
-    """Read a table of numbers of the result, empty without it. `null`: what a null means, if it is allowed."""
+def _numbers_of(result: object, name: str, null: float | None = None, *, infinite: bool = True) -> dict[str, float]:
+    """Read a table of numbers of the result, empty without it.
+
+    `null`: what a null means, if it is allowed. Without `infinite`, numbers that are not finite are left out, and
+    otherwise they are an error.
+    """
     table = cast("Mapping[str, object]", result).get(name) if isinstance(result, Mapping) else None
     if table is None:
         return {}
     if not isinstance(table, Mapping):
         raise TypeError(f"`{name}` of the result is {table!r:.80}: give a table of numbers")
     given = cast("Mapping[object, object]", table)
-    return {str(key): null if value is None and null is not None else finite(value) for key, value in given.items()}
+    numbers = dict[str, float]()
+    for key, value in given.items():
+        if isinstance(value, float | np.floating) and not infinite and not math.isfinite(value):
+            continue
+        try:
+            numbers[str(key)] = null if value is None and null is not None else finite(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{name}` of the result, {str(key)!r}: {error}") from error
+    return numbers
 
 
 def _without(rows: Batch, answers: NDArray[np.int64]) -> Batch:

@@ -34,7 +34,19 @@ class _Played(NamedTuple):
 
 
 _Wire: TypeAlias = tuple[
-    int, float, str | None, int, int, str, list[float], list[int], list[float], dict[str, float], bytes, list[bytes]
+    int,
+    float,
+    str | None,
+    int,
+    int,
+    str,
+    list[float],
+    list[int],
+    list[float],
+    list[int],
+    dict[str, float],
+    bytes,
+    list[bytes],
 ]
 """An episode in the run's record: the oldest version, the outcome in the order of `Episode`, and the rows."""
 
@@ -43,25 +55,27 @@ def _packed(played: _Played) -> bytes:
     episode = played.episode
     header, buffers = episode.rows.to_wire()
     outcome = (episode.reward, episode.error, episode.turns, episode.tries, episode.output)
-    by_turn = (each.tolist() for each in (episode.turn_rewards, episode.turn_traces, episode.trace_rewards))
+    columns = (episode.turn_rewards, episode.turn_traces, episode.trace_rewards, episode.turn_seats)
+    by_turn = (each.tolist() for each in columns)
     whole = (played.oldest_version, *outcome, *by_turn, episode.metrics, header, [*map(bytes, buffers)])
     return msgspec.msgpack.encode(whole)
 
 
 def _unpacked(recorded: bytes) -> _Played:
     wire = msgspec.msgpack.decode(recorded, type=_Wire)
-    oldest, reward, error, turns, tries, output, rewards, traces, of_trace, metrics, header, buffers = wire
+    oldest, reward, error, turns, tries, output, rewards, traces, of_trace, seats, metrics, header, buffers = wire
     by_turn = np.array(rewards, np.float32), np.array(traces, np.int32), np.array(of_trace, np.float32)
+    of_seat = np.array(seats, np.int32)
     rows = Batch.from_wire(header, buffers)
-    return _Played(Episode(rows, reward, error, turns, tries, output, *by_turn, metrics), oldest)
+    return _Played(Episode(rows, reward, error, turns, tries, output, *by_turn, of_seat, metrics), oldest)
 
 
 class Agents(ResumingSampler):
     """A sampler whose rows are episodes. For each row of a prompt, the agent works on the task's row once.
 
     A row has its prompt's columns and `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    number of answers), `turn_rewards`, `turn_traces` and `trace_rewards` (ragged, one per answer, as `Episode` has
-    them), `metrics` (the program's other numbers), `truncated` (true if an answer was cut short),
+    number of answers), `turn_rewards`, `turn_traces`, `trace_rewards` and `turn_seats` (ragged, one per answer, as
+    `Episode` has them), `agent_metrics` (the program's other numbers), `truncated` (true if an answer was cut short),
     `tries` (int32, number of times it was played), `completion` (its text, for people), `versions` (of the tokens of
     its conversations in order), `conversation_count` (int32), and `episode`. It has no `tokens`, because an agent may
     hold several conversations: `conversations` turns `episode` into rows.
@@ -167,7 +181,8 @@ def _with_episodes(rows: Batch, played: Sequence[_Played]) -> Batch:
         turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
         turn_traces=Ragged.of([each.turn_traces for each in episodes], np.int32),
         trace_rewards=Ragged.of([each.trace_rewards for each in episodes], np.float32),
-        metrics=[dict(each.metrics) for each in episodes],
+        turn_seats=Ragged.of([each.turn_seats for each in episodes], np.int32),
+        agent_metrics=[dict(each.metrics) for each in episodes],
         versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
         completion=[_text(each.rows) for each in episodes],
         truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),

@@ -84,19 +84,36 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
     return Ragged.of([np.nan_to_num(np.cumsum(row[::-1])[::-1]) for row in rows], np.float32)
 
 
-def trace_advantages(rewards: Ragged, traces: Ragged, groups: ArrayLike) -> Ragged:
-    """Standardise the reward of each trace over all traces of its group. Each answer gets that of its trace.
+def trace_advantages(rewards: Ragged, traces: Ragged, groups: ArrayLike, seats: Ragged | None = None) -> Ragged:
+    """Standardise the reward of each trace over the traces of its seat in its group. Each answer gets its trace's.
 
-    `rewards` and `traces` are ragged, float and int, with one value for each turn of a row: the reward and the number
-    of its trace. `groups` is int[rows]. Returns ragged float32, one value for each turn, 0 where the reward is unknown.
-    With one trace in each row these are the values of `group_advantages`. Raises DataError if a reward is infinite.
+    `rewards`, `traces` and `seats` are ragged, float, int and int, with one value for each turn of a row: the reward,
+    the number of its trace, and that of the trace's seat, such as the side of a game. Without `seats` there is one.
+    `groups` is int[rows]. Returns ragged float32, one value for each turn, 0 where the reward is unknown. With one
+    trace in each row these are the values of `group_advantages`. Raises DataError if the shapes differ or a reward is
+    infinite.
     """
+    labels = np.asarray(groups)
+    seats = Ragged(np.zeros(len(traces.values), np.int32), traces.offsets) if seats is None else seats
+    if labels.shape != (len(rewards),):
+        raise DataError(
+            f"trace_advantages: there are {len(rewards)} rows of rewards, and groups have shape {labels.shape}: give "
+            "one group for each row"
+        )
+    for name, column in (("traces", traces), ("seats", seats)):
+        if not np.array_equal(column.offsets, rewards.offsets):
+            raise DataError(
+                f"trace_advantages: {name} have {len(column.values)} values in {len(column)} rows, and rewards "
+                f"{len(rewards.values)} in {len(rewards)}: give each row one value for each turn in both"
+            )
     own = [np.unique(row, return_index=True, return_inverse=True)[1:] for row in traces]
-    firsts = [row[first] for row, (first, _) in zip(rewards, own, strict=True)]
-    compared = Ragged.of(firsts, np.float32)
-    compared = Ragged(
-        group_advantages(compared.values, np.repeat(np.asarray(groups), compared.lengths)), compared.offsets
+    compared, sides = (
+        Ragged.of([row[first] for row, (first, _) in zip(column, own, strict=True)], dtype)
+        for column, dtype in ((rewards, np.float32), (seats, np.int32))
     )
+    pairs = np.stack([np.unique(np.repeat(labels, compared.lengths), return_inverse=True)[1], sides.values], axis=1)
+    rivals = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    compared = Ragged(group_advantages(compared.values, rivals), compared.offsets)
     return Ragged.of([row[number] for row, (_, number) in zip(compared, own, strict=True)], np.float32)
 
 

@@ -70,7 +70,7 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     meaning that programs have succeeded before, all may fail for a while, such as when one of their tools is down.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
-    watched = ("rewards", "groups", "reward_error", "staleness", "metrics", *_MEANS, *rewards)
+    watched = ("rewards", "groups", "reward_error", "staleness", "agent_metrics", *_MEANS, *rewards)
     if names := [name for name in watched if name in batch]:
         batch = await batch.load(*names)
     stats: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
@@ -87,8 +87,8 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
         stats |= {name: mean for name, mean in means.items() if not np.isnan(mean)}  # none over no rows
     if len(batch):
         stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
-    if "metrics" in batch and len(batch):
-        told = cast("Sequence[Mapping[str, float]]", batch.objects("metrics"))
+    if "agent_metrics" in batch and len(batch):
+        told = cast("Sequence[Mapping[str, float]]", batch.objects("agent_metrics"))
         own = {name: [each[name] for each in told if name in each] for name in dict.fromkeys(chain(*told))}
         stats |= {f"agent/{name}": float(np.mean(values)) for name, values in own.items()}
     if "staleness" in batch and len(batch):

@@ -75,13 +75,17 @@ await client.chat.completions.create(
 )
 """
     asks = "".join(ask.replace("NAME", repr(name)) for name in "aba")
-    result = '{"reward": 1, "traces": {"a": 0.5, "b": None}, "metrics": {"calls": 3}}'
+    result = '{"reward": 1, "traces": {"a": 0.5, "b": None}, "seats": {"b": 1}, '
+    result += '"metrics": {"calls": 3, "lost": float("nan")}}'
     episode = played(agent(f"{asks}return {result}"), "1", "2", "3")
     assert (episode.error, episode.turn_traces.tolist(), episode.metrics) == (None, [0, 1, 0], {"calls": 3.0})
+    assert episode.turn_seats.tolist() == [0, 1, 0]
     assert episode.trace_rewards.tolist() == pytest.approx([0.5, nan, 0.5], nan_ok=True)
     assert [bool(mask.any()) for mask in episode.rows.loss_mask] == [True, False, True]
     episode = played(agent(f"{asks}return {{'reward': 1, 'metrics': 3}}"), "1", "2", "3")
     assert "`metrics` of the result is 3: give a table of numbers" in str(episode.error)
+    episode = played(agent(f"{asks}return {{'reward': 1, 'metrics': {{'calls': 'many'}}}}"), "1", "2", "3")
+    assert "`metrics` of the result, 'calls': " in str(episode.error)
 
 
 def test_a_function_judges_what_was_said_by_a_row_of_its_own(agent: Callable[..., Agent], tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_an_answer_has_the_advantage_of_its_trace() -> None:
     ]
 
 
+def test_a_trace_is_compared_with_those_of_its_seat() -> None:
+    # Seat 0 has the rewards 0 and 0, and seat 1 the rewards 1 and 3, of mean 2 and deviation sqrt(2).
+    rewards, traces = Ragged.of([[0, 1], [3, 0]], np.float32), Ragged.of([[0, 1], [0, 1]], np.int32)
+    told = trace_advantages(rewards, traces, [5, 5], Ragged.of([[0, 1], [1, 0]], np.int32))
+    assert told.values == pytest.approx([0, -1 / np.sqrt(2), 1 / np.sqrt(2), 0], abs=1e-5)
+    with pytest.raises(DataError, match=r"there are 2 rows of rewards, and groups have shape \(1,\)"):
+        trace_advantages(rewards, traces, [5])
+    with pytest.raises(DataError, match="traces have 3 values in 2 rows, and rewards 4 in 2"):
+        trace_advantages(rewards, Ragged.of([[0, 1], [0]], np.int32), [5, 5])
+
+
 # --- of a critic
 
 MASK = Ragged.of([[False, True, False, True, True], [False, False], [False, True]], np.bool_)
