@@ -138,8 +138,11 @@ class SeeingChat(Protocol):
         """True if the model sees images."""
         ...
 
-    def see(self, images: Mapping[str, bytes]) -> None:
-        """Read images in another thread, so that `render_seeing` has them. Raises DataError as it does."""
+    def see(self, images: Mapping[str, bytes]) -> Sequence[object]:
+        """Read images in another thread. `render_seeing` need not read them again while what this returns is held.
+
+        Raises DataError as it does.
+        """
         ...
 
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:

@@ -17,7 +17,7 @@ import itertools
 import math
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -309,14 +309,16 @@ class Gateway:
     async def _answered(self, session: Session, request: Request, body: protocol.ModelRequest) -> Response:
         """Draw answers, record them and send them, unless the client has gone."""
         asked, conversation = body.read(), session.conversation
+        held: Sequence[object] = ()
         if asked.images:
             check_images(self._chat)
             if isinstance(self._chat, SeeingChat):
-                await asyncio.to_thread(self._chat.see, asked.images)
+                held = await asyncio.to_thread(self._chat.see, asked.images)
         if isinstance(asked.prompt, str):
             prompt = conversation.ask_text(asked.prompt)
         else:
             prompt = conversation.ask(asked.prompt, asked.tools, asked.images, is_trial=body.is_counted)
+        del held  # the prompt has the texts of its images
         if body.is_counted:
             counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
             return protocol.json_response(200, counted.whole())

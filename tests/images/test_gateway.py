@@ -8,14 +8,18 @@ from typing import Any, cast
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl.agents import Conversation, Drawn, Gateway, Message, read_chat
+from meshrl.agents.chat import SeeingChat
 from meshrl.agents.recording import Recording, recorded
 from meshrl.data import FINGERPRINTS, IMAGES, Images, mark_of, name_of
+from meshrl.data import opened as opened_image
 from meshrl.errors import DataError
 from meshrl.mesh import Rank, rank_context
 from meshrl.tasks import Task, TaskConfig
+from meshrl_torch.model import vision
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.agents.talks import opened
@@ -37,6 +41,29 @@ def asked(*parts: object) -> Any:
 
 def seen(data: bytes | str) -> Any:
     return {"type": "image_url", "image_url": {"url": url(data) if isinstance(data, bytes) else data}}
+
+
+def test_what_was_seen_is_rendered_without_its_pixels_while_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = read_chat(SamplerConfig(model=folder_of("qwen2_5_vl", tmp_path / "model"), chat=True))
+    assert isinstance(chat, SeeingChat)
+    images = {name_of(file): file for file in (picture(1), picture(2, 40, 24))}
+    messages, decoded = [Message("user", "".join(map(mark_of, images)))], list[str]()
+    monkeypatch.setattr(vision, "_KEPT", 1)  # bytes of pixels
+
+    def told(data: bytes, where: str) -> Image.Image:
+        decoded.append(where)
+        return opened_image(data, where)
+
+    monkeypatch.setattr(vision, "opened", told)
+    held = chat.see(images)
+    assert len(decoded) == len(images)
+    wanted = chat.render_seeing(messages, [], images)
+    assert len(decoded) == len(images)
+    del held
+    assert chat.render_seeing(messages, [], images) == wanted
+    assert len(decoded) > len(images)
 
 
 async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> None:

@@ -56,12 +56,11 @@ class HuggingFaceChat:
         """True if the model sees images."""
         return self._words.vision is not None
 
-    def see(self, images: Mapping[str, bytes]) -> None:
+    def see(self, images: Mapping[str, bytes]) -> Sequence[object]:
         """Let the processor read images, in any thread. DataError for one that cannot be read."""
         if (vision := self._words.vision) is None:
-            return
-        for name in images:
-            vision.seen(Images([[name]], images), name, "an image of a message")
+            return ()
+        return vision.hold(Images([[*images]], images), [*images], "an image of a message")
 
     def render_seeing(self, messages: Sequence[Message], tools: Sequence[Tool], images: Mapping[str, bytes]) -> str:
         """Render messages with what stands for their images. DataError also if the model sees none."""

@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -127,6 +128,7 @@ class Vision:
         """`source`: the model's folder, or a new model's processor."""
         self._shape, self._tokenizer, self._source = shape, tokenizer, source
         self._kept: dict[str, Seen] = {}
+        self._held: WeakValueDictionary[str, Seen] = WeakValueDictionary()
         self._turn = RLock()  # of threads that use the processor
         named = (getattr(shape, name, None) for name in ("image_token_id", "image_token_index"))
         self.token: int = next((each for each in named if isinstance(each, int)), -1)
@@ -182,6 +184,19 @@ class Vision:
         with self._turn:
             return self._kept.get(name) or self._made(images, name, where)
 
+    def hold(self, images: Images, names: Sequence[str], where: str) -> Sequence[Seen]:
+        """Return what `put` needs of images, which it finds without their pixels while this is held.
+
+        DataError as for `seen`. Any thread may call it, so that the one that calls `put` decodes and waits for nothing.
+        """
+        found: list[Seen] = []
+        for name in names:
+            seen = self.seen(images, name, where)
+            with self._turn:
+                found.append(self._held.setdefault(name, replace(seen, inputs={})))
+        _ = self._side_by_side
+        return found
+
     def _made(self, images: Images, name: str, where: str) -> Seen:
         if name not in images.pool:
             raise DataError(f"{where}: the text names the image {name}, which the column `{IMAGES}` does not have")
@@ -216,7 +231,7 @@ class Vision:
             )
         whole, grown, at = pieces[0], list[tuple[int, int]](), len(pieces[0])
         for name, piece in zip(names, pieces[1:], strict=True):
-            own = self.seen(images, name, where).text
+            own = (self._held.get(name) or self.seen(images, name, where)).text
             grown.append((at, len(own) - len(token)))
             whole, at = whole + own + piece, at + len(token) + len(piece)
         return Put(whole, grown)
@@ -309,21 +324,28 @@ class Vision:
         except (RuntimeError, KeyError):  # images of several sizes, which it pads
             return self._processed([opened(images.pool[name], where) for name, where in names])[0]
 
-    @cached_property
+    @property
     def _dims(self) -> Mapping[str, int]:
         """The dim in which the processor joins the tensors of several images, by their names.
 
         ModelError for a processor that makes something else of an image next to another.
         """
+        if self._side_by_side is None:
+            raise ModelError(
+                f"{self._source}: the processor makes other tokens of an image next to another, which meshrl does not "
+                "support: give one image a row"
+            )
+        return self._side_by_side
+
+    @cached_property
+    def _side_by_side(self) -> Mapping[str, int] | None:
+        """What `_dims` is. None if it raises."""
         from PIL import Image  # noqa: PLC0415 -- an extra
 
         file = Image.new("RGB", (32, 32), "red")
         (one, texts), (two, both) = self._processed([file]), self._processed([file, file])
         if both != texts * 2:
-            raise ModelError(
-                f"{self._source}: the processor makes other tokens of an image next to another, which meshrl does not "
-                "support: give one image a row"
-            )
+            return None
         grown = {
             key: [dim for dim, size in enumerate(one[key].shape) if two[key].shape[dim] != size]
             for key in one
