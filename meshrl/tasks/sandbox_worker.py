@@ -274,7 +274,8 @@ def _serve(job: dict[str, Any], here: Path) -> NoReturn:
         _reap(0)
         child = os.fork()
         if not child:
-            _become_command(job | {"timeout": asked["seconds"]}, here, asked["command"], given, printed)
+            cpu = min(asked["seconds"] * (os.cpu_count() or 1), 1 << 31)  # it may use all cores all the time
+            _become_command(job | {"timeout": cpu}, here, asked["command"], given, printed)
         status = _waited(child, asked["seconds"])
         size = os.fstat(printed).st_size
         most = min(asked["most"], size)
@@ -300,7 +301,7 @@ def _become_command(job: dict[str, Any], here: Path, command: list[str], given: 
         _limit(job, here)
         os.execvp(command[0], command)  # noqa: S606 -- confined by now
     except BaseException as error:  # noqa: BLE001 -- it must not return into the loop of its parent
-        os.write(2, f"{command[0]}: {error}\n".encode())
+        os.write(2, f"{command[0][:100]}: {error}\n".encode(errors="replace"))
     finally:
         os._exit(127)
 

@@ -10,6 +10,7 @@ entry point `meshrl.sandboxes`. A sandbox that does not start is a fault of the 
 """
 
 import asyncio
+import errno
 import json
 import math
 import secrets
@@ -223,7 +224,8 @@ class _Commands(ABC):
         return Ran(status, output.decode("utf-8", "replace"), left_out)
 
     async def read(self, path: str) -> bytes:
-        status, content, left_out = await self._in_turn(["cat", "--", path], 60.0, b"", _FILE)
+        line = ["sh", "-c", 'cat < "$1"', "sh", path]
+        status, content, left_out = await self._in_turn(line, 60.0, b"", _FILE)
         if status or status is None or left_out:
             why = f"it has {len(content) + left_out} bytes, more than {_FILE}" if left_out else _told(status, content)
             raise SandboxError(f"{path} of the sandbox cannot be read: {why}")
@@ -392,7 +394,12 @@ class _Container(_Commands):
     async def _run(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
         # The first line is the process to kill: ending the client would leave it running.
         line = self._inside("sh", "-c", 'echo $$; exec "$@" 2>&1', "sh", *command)
-        client = await asyncio.create_subprocess_exec(*line, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        try:
+            client = await asyncio.create_subprocess_exec(*line, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                raise
+            return 127, f"{command[0][:100]}: {error}\n".encode(errors="replace"), 0  # no system runs such a line
         output, told, in_time = _Heard(most), _Heard(_READ), False
         try:
             with suppress(TimeoutError):

@@ -79,6 +79,10 @@ async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: C
         assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).status in (137, -9)
         assert (await sandbox.exec(["no-such-program"])).status == 127
         assert (await sandbox.exec("echo $SECRET")).output == "\n"
+        for never in ("true " + "x" * (1 << 17), "echo \0"):
+            assert (await sandbox.exec(never)).status == 127
+        await sandbox.write("-", "a name")
+        assert await sandbox.read("-") == b"a name"
         wrong: list[dict[str, Any]] = [
             {"command": ["echo", 1]},
             {"command": []},
