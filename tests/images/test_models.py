@@ -26,6 +26,7 @@ from tests.backends.material import Warm, floats, on_ranks
 from tests.images.families import FAMILIES, folder_of, picture
 
 FolderOf = Callable[[str], str]
+WIDE = ("qwen3_vl", "gemma3")
 TEXT = {"characters": "abcdefghijklmnopqrstuvwxyz ?", "hidden_size": 16, "ffn_size": 16, "layers": 1, "heads": 2}
 ROWS: list[dict[str, object]] = [
     {"image": picture(1), "question": "what is it?", "answer": "a"},
@@ -185,10 +186,10 @@ async def test_an_image_is_looked_at_once_a_pass(folder: FolderOf, monkeypatch: 
     assert looked == [1]
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", *(pytest.param(each, marks=pytest.mark.wide) for each in WIDE)])
 def test_memory_has_what_a_tower_keeps(family: str, folder: FolderOf) -> None:
     keys = {"model": folder(family), "chat": True, "train_vision": True, "micro_batch_tokens": 400}
-    work = Workload({"dp": 1}, prompt=40, completion=8, rows=8, n=4, gpu=0)
+    work = Workload({"dp": 1}, prompt=40, completion=8, rows=32, n=4, gpu=0)
     terms = [memory_of(PolicyConfig.model_validate(each), work) for each in (keys, keys | {"train_vision": False})]
     trained, frozen = [{term.name: term.nbytes for term in each.terms}["images"] for each in terms if each]
     network = AutoModelForImageTextToText.from_pretrained(folder(family))
@@ -203,7 +204,7 @@ def test_memory_has_what_a_tower_keeps(family: str, folder: FolderOf) -> None:
     inputs = {name: each for name, each in made.items() if name in ("pixel_values", "image_grid_thw")}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         seen = cast("Any", network.base_model).get_image_features(**inputs)
-    own = 2 * sum(size for at, size in kept.items() if at not in weights)
+    own = 8 * sum(size for at, size in kept.items() if at not in weights)  # a micro-batch may have a row of each prompt
     assert own <= trained <= 2 * own
     assert frozen < trained
     assert seen is not None

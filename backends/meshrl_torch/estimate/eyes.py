@@ -24,9 +24,10 @@ _SMALL: Final = 64
 
 
 def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
-    """Return the memory that a pass of `budget` tokens needs for its images. It looks at each once.
+    """Return the memory that a micro-batch of `budget` tokens needs for its images. It looks at each once.
 
-    Each prompt has one, as large as the prompt and the processor allow. Empty if the model sees none.
+    Each prompt has one, as large as the prompt and the processor allow. Rows are sorted by length, so those of a
+    micro-batch may all be of different prompts. Empty if the model sees none.
     """
     shape = config_of(config)
     if vision_of(config, shape, character_tokenizer("a", 8)) is None:
@@ -37,7 +38,7 @@ def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host
     with quiet():
         network = without_values(shape, dtype=getattr(torch, config.dtype))
     rows = max(1, min(work.own_rows, budget // work.tokens))
-    images, trains = -(-rows // work.n), isinstance(config, PolicyConfig) and config.train_vision
+    images, trains = min(rows, -(-work.rows // work.n)), isinstance(config, PolicyConfig) and config.train_vision
     try:
         size = _peak(network, seen, "meta", trains=trains)
     except Exception:  # noqa: BLE001 -- a model's own code, which may read values: then of a small image
