@@ -399,7 +399,8 @@ class _Container(_Commands):
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno != errno.E2BIG:
                 raise
-            return 127, f"{command[0][:100]}: {error}\n".encode(errors="replace"), 0  # no system runs such a line
+            why = f"{command[0][:100]}: {error}\n".encode(errors="replace")
+            return 127, why[:most], max(0, len(why) - most)  # no system runs such a line
         output, told, in_time = _Heard(most), _Heard(_READ), False
         try:
             with suppress(TimeoutError):

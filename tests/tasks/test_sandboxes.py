@@ -218,17 +218,76 @@ async def after(transcripts, row, result, sandbox):
 """
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
+    """Install a package that adds kinds of sandboxes."""
+    (info := folder / "rented_stub-1.dist-info").mkdir()
+    (info / "METADATA").write_text("Name: rented-stub\nVersion: 1\n", "utf-8")
+    (info / "entry_points.txt").write_text(f"[meshrl.sandboxes]\n{entries}\n", "utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+
+
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A package with a rented sandbox, as an index would install it."""
     (tmp_path / "rented_stub.py").write_text(STUB, "utf-8")
-    (info := tmp_path / "rented_stub-1.dist-info").mkdir()
-    (info / "METADATA").write_text("Name: rented-stub\nVersion: 1\n", "utf-8")
-    (info / "entry_points.txt").write_text("[meshrl.sandboxes]\nstub = rented_stub:Stub\n", "utf-8")
     (tmp_path / "mine.py").write_text(USER, "utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, monkeypatch, "stub = rented_stub:Stub\nbroken = not_there:Stub")
     monkeypatch.delitem(sys.modules, "rented_stub", raising=False)
     return importlib.import_module("rented_stub")
+
+
+RENTED = """
+import subprocess
+
+class SandboxException(Exception): ...
+class TimeoutException(SandboxException): ...
+
+class CommandExitException(SandboxException):
+    def __init__(self, told):
+        self.stdout, self.stderr, self.exit_code = told.stdout, told.stderr, told.returncode
+
+class AsyncSandbox:
+    def __init__(self):
+        self.written, self.commands, self.files = {}, self, self
+    @classmethod
+    async def create(cls, template, timeout):
+        assert template == "small"
+        return cls()
+    async def run(self, line, timeout):
+        if not timeout > 1:
+            raise TimeoutException("deadline")
+        shell, _, given = line.partition(" < ")
+        told = subprocess.run(shell, shell=True, capture_output=True, input=self.written.get(given, b""))
+        told.stdout, told.stderr, told.exit_code = told.stdout.decode(), told.stderr.decode(), told.returncode
+        if told.returncode:
+            raise CommandExitException(told)
+        return told
+    async def read(self, path, format):
+        if path not in self.written:
+            raise SandboxException(f"{path} is not there")
+        return bytearray(self.written[path])
+    async def write(self, path, content):
+        self.written[path] = content
+    async def kill(self):
+        self.written.clear()
+"""
+
+
+@pytest.mark.process
+async def test_the_kind_that_the_page_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "sandboxes.md").read_text("utf-8")
+    (tmp_path / "e2b.py").write_text(RENTED, "utf-8")
+    (tmp_path / "of_the_page.py").write_text(page.partition("```py\n")[2].partition("```")[0], "utf-8")
+    install(tmp_path, monkeypatch, "e2b = of_the_page:E2B")
+    async with open_sandbox("e2b:small") as sandbox:
+        await sandbox.write("a", b"1")
+        assert await sandbox.read("a") == b"1"
+        with pytest.raises(SandboxError, match="b is not there"):
+            await sandbox.read("b")
+        ran = await sandbox.exec(["sh", "-c", "cat; echo wrong >&2; exit 3"], stdin=b"in ", output_bytes=8)
+        assert (ran.status, ran.output, ran.left_out) == (3, "n wrong\n", 1)
+        assert (await sandbox.exec("echo out", output_bytes=0)).left_out == 4
+        assert (await sandbox.exec("sleep 9", seconds=1.0)).status is None
 
 
 ROWS = rl.Batch.of(prompt=["p"], completion=["ls"], row=[{}])
