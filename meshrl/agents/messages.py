@@ -7,6 +7,7 @@ text. An assistant's message is one, with its thoughts before the text that foll
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
@@ -147,7 +148,7 @@ def error_response(status: int, message: str, code: str | None = None) -> Respon
     return failed_response(status, {"type": "error", "error": {"type": kind, "message": message}})
 
 
-class _Block(msgspec.Struct):
+class _Block(msgspec.Struct, dict=True):
     """A part of a message."""
 
     type: str
@@ -163,8 +164,9 @@ class _Block(msgspec.Struct):
     def called(self) -> ToolCall:
         return ToolCall(id=self.id, function=Function(self.name, bytes(self.input).decode()))
 
+    @cached_property
     def file(self) -> bytes:
-        """Return the file of an image. Raises DataError unless it is in the request."""
+        """The file of an image. Raises DataError unless it is in the request."""
         source = self.source or {}
         if source.get("type") != "base64":
             raise elsewhere(source.get("url"), 'with a source of type "base64"')
@@ -189,7 +191,7 @@ def _heard_text(content: _Content, where: str) -> str:
     if isinstance(content, str):
         return unmarked(content)
     return "".join(
-        "".join(mark_of(name_of(block.file())) for block in run) if is_image else unmarked(_text_of([*run], where))
+        "".join(mark_of(name_of(block.file)) for block in run) if is_image else unmarked(_text_of([*run], where))
         for is_image, run in groupby(content, _is_image)
     )
 
@@ -202,7 +204,7 @@ def _files_in(content: _Content) -> Iterator[bytes]:
     """Yield the files of the images in a content, and in the results of tools in it."""
     for block in content if isinstance(content, list) else ():
         if _is_image(block):
-            yield block.file()
+            yield block.file
         yield from _files_in(block.content)
 
 

@@ -1,10 +1,14 @@
 """Anthropic's protocol, by its bytes: `tests/clients` has the real client."""
 
+import base64
 import json
 from typing import Any
 
 import httpx2
+import msgspec
+import pytest
 
+from meshrl.agents import messages
 from tests.agents.talks import Talk, opened, talking
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -121,3 +125,17 @@ async def test_requests_that_are_refused_in_the_protocols_form(talk: Talk) -> No
     talk.gateway.close(talk.session)
     unknown = await post(talk)
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_an_image_is_decoded_from_base64_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, decode = list[str](), messages.decoded_url
+
+    def told(url: str, where: str) -> bytes:
+        decoded.append(url)
+        return decode(url, where)
+
+    monkeypatch.setattr(messages, "decoded_url", told)
+    image = {"type": "image", "source": {"type": "base64", "data": base64.b64encode(b"pixels").decode()}}
+    body = {"model": "any", "max_tokens": 1, "messages": [{"role": "user", "content": [image]}]}
+    asked = msgspec.convert(body, messages.MessagesRequest).read()
+    assert ([*asked.images.values()], len(decoded)) == ([b"pixels"], 1)
