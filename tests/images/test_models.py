@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, LlavaModel
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from meshrl import Batch, ClippedLoss, Policy, PolicyConfig, SamplerConfig, Sampling, Task
-from meshrl.data import IMAGES, Images
+from meshrl.data import IMAGES, Images, name_of
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import Array, Rank, rank_context
 from meshrl.roles import Workload, memory_of
+from meshrl_torch.model.chat import words_of
+from meshrl_torch.model.vision import Taken
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.one_rank import TorchPolicy
@@ -184,6 +187,35 @@ async def test_an_image_is_looked_at_once_a_pass(folder: FolderOf, monkeypatch: 
     monkeypatch.setattr(LlavaModel, "get_image_features", told_of)
     await trainer.logprobs(batch.select([0, 1, 2, 3]))
     assert looked == [1]
+
+
+class Plain(nn.Module):
+    """A body that gives arguments without names to what sees, if it has that."""
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        return cast("Tensor", cast("Any", self).get_image_features(pixel_values, 2.0).pooler_output)
+
+
+class Looking(Plain):
+    def get_image_features(self, pixel_values: Tensor, scale: float = 1.0) -> Any:
+        return SimpleNamespace(pooler_output=pixel_values * scale)
+
+
+def test_bodies_of_other_forms_look_at_images_too(folder: FolderOf) -> None:
+    vision = words_of(PolicyConfig(model=folder("llava"), chat=True)).vision
+    assert vision is not None
+    files = {name_of(picture(seed)): picture(seed) for seed in (1, 2)}
+    one, other = files
+    ids, names = np.zeros((3, 4), np.int64), [(one, "row 0"), (other, "row 1"), (one, "row 2")]
+    taken = [
+        vision.taken(body, ids, np.full(3, 4), Images([[name] for name, _ in names], files), names)
+        for body in (Looking(), Plain())
+    ]
+    once, each = [made.inputs["pixel_values"] for made in taken if made]
+    assert torch.equal(once[[0, 1, 0]], each)
+    pixels = torch.randn(2, 8)
+    made = Taken({"input_ids": torch.zeros(1), "pixel_values": pixels}, {"pixel_values": pixels}, [1, 1], [0, 1, 0])
+    assert torch.equal(made.read(Looking())[0], 2 * pixels[[0, 1, 0]])
 
 
 @pytest.mark.parametrize("family", ["llava", *(pytest.param(each, marks=pytest.mark.wide) for each in WIDE)])

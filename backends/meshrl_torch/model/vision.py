@@ -35,6 +35,8 @@ _KEPT: Final = 256 << 20
 _OF_TEXT: Final = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _PLACED: Final = "image_grid_thw"
 """The name of sizes from which a body also makes positions."""
+_LOOK: Final = "get_image_features"
+"""The method by which a body looks at images."""
 _DEEP: Final = "deepstack_features"
 """The name of what a body sees in addition, for several of its layers."""
 _KINDS: Final = ("mm_token_type_ids", "token_type_ids")
@@ -62,14 +64,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a body takes for the images of a pass. It looks at each once, however many rows have it."""
+    """What a body takes for the images of a micro-batch. It looks at each once, however many rows have it."""
 
     inputs: Mapping[str, Tensor]
     """With the ids, and the sizes of all images in turn."""
     once: Mapping[str, Tensor]
-    """Pixels and sizes of the different images."""
+    """Pixels and sizes of the images that it looks at: the different ones, or all if a body cannot look once."""
     tokens: Sequence[int]
-    """Of each different image."""
+    """Of each image that it looks at."""
     which: Sequence[int]
     """The number among these of each image in turn."""
 
@@ -85,12 +87,17 @@ class Taken:
         owner = cast("Any", body)
         if len(self.which) == len(self.tokens):
             return owner(**{**given, **self.inputs})
-        look = owner.get_image_features
-        owner.get_image_features = lambda *_, **how: self._for_all(look(**{**how, **self.once}))
+        look = getattr(owner, _LOOK)
+        known = [*signature(look).parameters]
+
+        def looked(*first: object, **how: object) -> Any:
+            return self._for_all(look(**{**dict(zip(known, first, strict=False)), **how, **self.once}))
+
+        setattr(owner, _LOOK, looked)
         try:
             return owner(**{**given, **self.inputs})
         finally:
-            del owner.get_image_features
+            delattr(owner, _LOOK)
 
     def _for_all(self, seen: Any) -> Any:
         """Repeat what was seen of the different images for all images in turn."""
@@ -299,7 +306,8 @@ class Vision:
         known = signature(type(network).forward).parameters
         places = dict(names)
         seen = {name: self.seen(images, name, where) for name, where in places.items()}
-        joined = self._joined([*seen.values()], images, [*places.items()])
+        looked = [*places.items()] if hasattr(network, _LOOK) else names
+        joined = self._joined([seen[name] for name, _ in looked], images, looked)
         once = {key: value for key, value in joined.items() if key in known}
         made = dict(once)
         if _PLACED in once:
@@ -312,8 +320,8 @@ class Vision:
                 after = np.cumsum((own == self.token)[:, ::-1], 1)[:, ::-1] == 0  # nothing later is of an image
                 made[kind] = torch.from_numpy(np.where(after, 0, types))
                 break
-        order = {name: number for number, name in enumerate(seen)}
-        return Taken(made, once, [each.tokens for each in seen.values()], [order[name] for name, _ in names])
+        order = {name: number for number, (name, _) in enumerate(looked)}
+        return Taken(made, once, [seen[name].tokens for name, _ in looked], [order[name] for name, _ in names])
 
     def _joined(self, seen: Sequence[Seen], images: Images, names: Sequence[tuple[str, str]]) -> Mapping[str, Tensor]:
         """Return the tensors of several images as the processor makes them of all."""
