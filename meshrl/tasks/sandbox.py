@@ -141,13 +141,15 @@ def _spaces(root: bool) -> tuple[str, ...]:
     return ()
 
 
-def check_safe() -> None:
-    """Raise ConfigError if nothing keeps a model's code from the memory of the judging process."""
+def check_safe(what: str = "code_tests", instead: str = "set reward.unsafe = true") -> None:
+    """Raise ConfigError if nothing keeps a model's code from the memory of the judging process.
+
+    `what`: what would run the code. `instead`: the way out, besides another machine.
+    """
     if not enforced().safe:
         raise ConfigError(
-            "code_tests runs what a model wrote, and this system has no Landlock, no seccomp and no other user to "
-            "keep it away from your files and processes: run it on Linux or in a separate container, or set "
-            "reward.unsafe = true"
+            f"{what} runs what a model wrote, and this system has no Landlock, no seccomp and no other user to "
+            f"keep it away from your files and processes: run it on Linux or in a separate container, or {instead}"
         )
 
 

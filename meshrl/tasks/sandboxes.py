@@ -125,7 +125,7 @@ async def _end(sandbox: Sandbox) -> None:
 def _made(name: str) -> Sandbox:
     kind, _, argument = name.partition(":")
     if name == "local":
-        check_safe()
+        check_safe("the sandbox local", "take one of the kind container:IMAGE")
         return _Local()
     if kind == "container" and argument:
         return _Container(_runtime(), argument)

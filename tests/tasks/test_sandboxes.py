@@ -16,7 +16,7 @@ import pytest
 import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Gateway
 from meshrl.errors import ConfigError, MachineFault, SandboxError
-from meshrl.tasks import open_sandbox
+from meshrl.tasks import open_sandbox, sandbox
 from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.tasks.function import FunctionReward
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
@@ -394,6 +394,9 @@ def test_sandboxes_that_do_not_fit(stub: Any, tmp_path: Path, monkeypatch: pytes
         for make, match in cases:
             with pytest.raises(ConfigError, match=match):
                 make()
+        monkeypatch.setattr(sandbox, "enforced", sandbox.Enforced)
+        with pytest.raises(ConfigError, match=r"^the sandbox local runs .* or take one of the kind container:IMAGE$"):
+            environment(source=f"{mine}:Shell", sandbox="local")
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(ConfigError, match="one of docker, podman, apptainer on PATH"):
             async with open_sandbox("container:image"):
