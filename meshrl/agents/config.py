@@ -67,6 +67,8 @@ class AgentConfig(Config):
                 'give one of source, such as "my_agent.py:solve", command, such as ["node", "agent.js"], or image, and '
                 'tools, such as ["mcp:http://127.0.0.1:8000/mcp"]'
             )
+        if self.reward and self.source.startswith(f"{verifiers.NAME}:"):
+            raise ValueError("an environment of verifiers rewards its episodes itself: leave out reward")
         if self.tools and not self.reward:
             raise ValueError(
                 "with tools there is no program that returns a reward: name the function that judges, reward"
