@@ -130,7 +130,12 @@ def _made(name: str) -> Sandbox:
     if kind == "container" and argument:
         return _Container(_runtime(), argument)
     for entry in entry_points(group=_GROUP, name=kind):
-        return cast("Callable[[str], Sandbox]", entry.load())(argument)
+        try:
+            make = cast("Callable[[str], Sandbox]", entry.load())
+        except Exception as error:
+            why = f"the package that adds it does not load {entry.value}"
+            raise ConfigError(f"sandbox {name!r}: {why}: {described(error)}: mend or install it") from error
+        return make(argument)
     installed = sorted(entry_points(group=_GROUP).names)
     written = ", ".join(("local", "container:IMAGE", *(f"{each}:ARGUMENT" for each in installed)))
     hint = did_you_mean(kind, ("local", "container", *installed))

@@ -387,6 +387,10 @@ def test_sandboxes_that_do_not_fit(stub: Any, tmp_path: Path, monkeypatch: pytes
             (lambda: environment(source=f"{mine}:Shell"), "takes a sandbox: set environment.sandbox"),
             (lambda: environment(source=f"{mine}:Bare", sandbox="local"), "nothing takes one"),
             (lambda: environment(source=f"{mine}:Shell", sandbox="stubb:1"), "stub:ARGUMENT; did you mean 'stub'"),
+            (
+                lambda: environment(source=f"{mine}:Shell", sandbox="broken:1"),
+                "does not load not_there:Stub: .*not_there",
+            ),
             (lambda: reward(function=f"{mine}:plain", sandbox="stub:"), "write `async def`"),
             (lambda: reward(function=f"{mine}:judge"), "takes a sandbox: set reward.sandbox"),
             (lambda: Agent(AgentConfig(source=f"{mine}:solve")), "takes a sandbox: set agent.sandbox"),
