@@ -15,20 +15,26 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from shutil import rmtree, which
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, Final, cast
 from weakref import finalize
 
 from pydantic import Field, JsonValue
 
 from meshrl.config import Config, validate
-from meshrl.errors import ConfigError, DataError, MeshrlError, described
+from meshrl.errors import ConfigError, DataError, Discard, MeshrlError, described, tells_of_no_room
 from meshrl.supervisor import supervised
 
 NAME: Final = "verifiers"
 _WORKER: Final = Path(__file__).with_name("verifiers_worker.py")
 _WAITING: Final = 4096
 """Connections that may wait."""
+_LONGEST_PATH: Final = 103
+"""Bytes of a socket's path at most, on macOS. Linux has room for four more."""
+_BLOCKED: Final = 10.0
+"""Seconds without an answer after which a process is taken to be blocked."""
+_ENDS: Final = 30.0
+"""Seconds that a process gets to end its episodes and their sandboxes."""
 
 
 class VerifiersConfig(Config):
@@ -46,6 +52,10 @@ class EpisodeFailed(MeshrlError):
     """The library could not play or score an episode."""
 
 
+class EpisodeLost(EpisodeFailed, Discard):
+    """The environment's process ended, or its machine had no room, so the reward is unknown."""
+
+
 def rows(taskset: str, options: Mapping[str, object], count: int | None) -> Iterator[dict[str, object]]:
     """Yield the taskset's tasks: texts `question`, `system` and `answer`, and `verifiers`, the whole task.
 
@@ -53,7 +63,8 @@ def rows(taskset: str, options: Mapping[str, object], count: int | None) -> Iter
     """
     config, process = _read(taskset, options)
     try:
-        yield from cast("list[dict[str, object]]", process.ask({"rows": count or config.size}))
+        most = min((each for each in (count, config.size) if each is not None), default=None)
+        yield from cast("list[dict[str, object]]", process.ask({"rows": most}))
     except EpisodeFailed as error:
         raise DataError(f"{NAME}:{taskset}: its tasks cannot be read: {error}") from error
 
@@ -90,55 +101,69 @@ def _read(taskset: str, options: Mapping[str, object]) -> "tuple[VerifiersConfig
             "is named by options.python"
         )
     own = cast("Mapping[str, object]", config.env.get("taskset") or {})
-    return config, _process(
-        source, str(Path(python).absolute()), json.dumps({**config.env, "taskset": {**own, "id": taskset}})
-    )
+    env = json.dumps({**config.env, "taskset": {**own, "id": taskset}})
+    # Packages beside the script are found, as they are by `meshrl` itself, and by the servers of tools too.
+    places = (str(Path.cwd()), os.environ.get("PYTHONPATH") or "")
+    return config, _process(source, str(Path(python).absolute()), env, places)
 
 
 @cache
-def _process(source: str, python: str, env: str) -> "_Process":
-    return _Process(source, python, env)
+def _process(source: str, python: str, env: str, places: tuple[str, ...]) -> "_Process":
+    return _Process(source, python, env, places)
 
 
 class _Process:
     """The process of an environment, which is started again after its end. It ends with this one."""
 
-    def __init__(self, source: str, python: str, env: str) -> None:
-        """Raises ConfigError if the environment cannot be loaded."""
-        self._source, self._python, self._env = source, python, env
+    def __init__(self, source: str, python: str, env: str, places: tuple[str, ...]) -> None:
+        """`places`: the folder in which it runs, and others with packages.
+
+        Raises ConfigError if the environment cannot be loaded.
+        """
+        self._source, self._python, self._env, self._places = source, python, env, places
         self._starting = Lock()
+        self._path = _new_path()
+        self._started: list[subprocess.Popen[bytes]] = []
+        finalize(self, _end, self._started, self._path)
         self._start()
 
+    @property
+    def _process(self) -> "subprocess.Popen[bytes]":
+        return self._started[-1]
+
     def _start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="meshrl-")
-        self._path = f"{folder}/socket"
-        # Packages beside the script are found, as they are by `meshrl` itself, and by the servers of tools too.
-        places = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
-        with socket.socket(socket.AF_UNIX) as listening:
+        Path(self._path).unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listening, tempfile.TemporaryFile() as env:
+            env.write(self._env.encode())  # others could read secrets on a command line
+            env.seek(0)
             listening.bind(self._path)
             listening.listen(_WAITING)
-            self._process = subprocess.Popen(  # noqa: S603 -- our own script, and a Python that the user names
-                supervised([self._python, "-P", str(_WORKER), str(listening.fileno()), self._env]),
+            process = subprocess.Popen(  # noqa: S603 -- our own script, and a Python that the user names
+                supervised([self._python, "-P", str(_WORKER), str(listening.fileno())]),
                 pass_fds=[listening.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=env,
                 stdout=2,
-                env=inherited | {"PYTHONPATH": os.pathsep.join(places)},
+                cwd=self._places[0],
+                env=inherited | {"PYTHONPATH": os.pathsep.join(filter(None, self._places))},
                 start_new_session=True,
             )
-        finalize(self, _end, self._process, folder)
+        self._started[:] = [process]
         try:
-            self._exchange({"rows": 0})
+            _exchange(self._path, _line({"rows": 0}))
         except (EpisodeFailed, OSError) as error:
-            self._process.terminate()
+            process.terminate()
             raise ConfigError(
                 f"{self._source}: cannot be loaded by {self._python}: {error}. Packages are installed there "
                 f"with {self._python} -m pip install"
             ) from error
 
-    def _restart(self, ended: "subprocess.Popen[bytes]") -> None:
+    def _restart(self, ended: "subprocess.Popen[bytes]", error: OSError) -> None:
+        """Start a process again that cannot be reached. Raises the error if it lives."""
         with self._starting:
             if self._process is ended:
+                if ended.poll() is None and not isinstance(error, ConnectionRefusedError):  # somebody listens
+                    raise error
                 ended.wait()
                 self._start()
 
@@ -146,35 +171,57 @@ class _Process:
         """Return the answer to a request. EpisodeFailed if it has none."""
         process = self._process
         try:
-            return self._exchange(request)
-        except OSError:
-            self._restart(process)
-            return self._exchange(request)
-
-    def _exchange(self, request: Mapping[str, object]) -> object:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self._path)
-            connection.sendall(_line(request))
-            with connection.makefile("rb") as answer:
-                return _value(answer.read())
+            return _exchange(self._path, _line(request))
+        except OSError as error:
+            self._restart(process, error)
+            return _exchange(self._path, _line(request))
 
     async def play(self, request: Mapping[str, object]) -> object:
         """Return the outcome of an episode. It ends if this call is cancelled. EpisodeFailed if it failed."""
         process = self._process
         try:
             reader, writer = await asyncio.open_unix_connection(self._path)
-        except OSError:
-            await asyncio.to_thread(self._restart, process)
+        except OSError as error:
+            await asyncio.to_thread(self._restart, process, error)
             reader, writer = await asyncio.open_unix_connection(self._path)
         try:
             writer.write(_line(request))
             return _value(await reader.read())
         except ConnectionError as error:
-            raise EpisodeFailed(f"its process has ended: {described(error)}") from error
+            raise EpisodeLost(f"its process has ended: {described(error)}") from error
+        except (asyncio.CancelledError, GeneratorExit):
+            Thread(target=_end_if_blocked, args=(process, self._path), daemon=True).start()
+            raise
         finally:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
+
+
+def _new_path() -> str:
+    """Make a folder, and return the path of a socket in it, which must be short."""
+    place = tempfile.gettempdir()
+    is_long = len(os.fsencode(f"{place}/meshrl-12345678/socket")) > _LONGEST_PATH
+    return f"{tempfile.mkdtemp(prefix='meshrl-', dir='/tmp' if is_long else place)}/socket"  # noqa: S108 -- mkdtemp is safe
+
+
+def _exchange(path: str, line: bytes, seconds: float | None = None) -> object:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
+        connection.connect(path)
+        connection.sendall(line)
+        with connection.makefile("rb") as answer:
+            return _value(answer.read())
+
+
+def _end_if_blocked(process: "subprocess.Popen[bytes]", path: str) -> None:
+    """End a process that answers nothing, such as one whose reward never returns. The next episode starts another."""
+    try:
+        _exchange(path, _line({"rows": 0}), _BLOCKED)
+    except TimeoutError:
+        process.terminate()
+    except (EpisodeFailed, OSError):
+        pass  # it has ended, or another one has begun
 
 
 def _line(request: Mapping[str, object]) -> bytes:
@@ -183,14 +230,20 @@ def _line(request: Mapping[str, object]) -> bytes:
 
 def _value(answer: bytes) -> object:
     if not answer:
-        raise EpisodeFailed("its process has ended")
+        raise EpisodeLost("its process has ended")
     told = json.loads(answer)
     if "error" in told:
-        raise EpisodeFailed(told["error"])
+        raise (EpisodeLost if tells_of_no_room(told["error"]) else EpisodeFailed)(told["error"])
     return cast("object", told["value"])
 
 
-def _end(process: "subprocess.Popen[bytes]", folder: str) -> None:
-    process.terminate()
-    process.wait()
-    rmtree(folder, ignore_errors=True)
+def _end(started: "list[subprocess.Popen[bytes]]", path: str) -> None:
+    """End the newest process. It ends its episodes first, whose sandboxes would stay otherwise."""
+    for process in started:
+        with suppress(EpisodeFailed, OSError, subprocess.TimeoutExpired):
+            if process.poll() is None:
+                _exchange(path, _line({"end": True}), _ENDS)
+                process.wait(_ENDS)
+        process.terminate()
+        process.wait()
+    rmtree(Path(path).parent, ignore_errors=True)

@@ -1,17 +1,20 @@
-"""Plays an environment of verifiers in its own Python: `python -P verifiers_worker.py LISTENING ENV`.
+"""Plays an environment of verifiers in its own Python: `python -P verifiers_worker.py LISTENING`.
 
-`LISTENING` is an inherited Unix socket, and `ENV` the environment's configuration as JSON. Each connection brings one
-request, a line of JSON, and gets one answer: rows, or the outcome of an episode. A client that leaves cancels its
+`LISTENING` is an inherited Unix socket, and the input the environment's configuration as JSON. Each connection brings
+one request, a line of JSON, and gets one answer: rows, or the outcome of an episode. A client that leaves cancels its
 episode. This script imports no meshrl, which need not be installed here.
 """
 
 import asyncio
 import json
+import math
 import os
 import socket
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from itertools import count, islice
 from typing import Any, Final, TypeAlias
@@ -20,6 +23,8 @@ from urllib.parse import urlsplit
 _OLDEST: Final = (0, 4)
 _MOST: Final = 1 << 30
 """Bytes of a request at most."""
+_KEY: Final = "MESHRL_API_KEY_"
+"""The beginning of a variable with an episode's key."""
 
 Json: TypeAlias = dict[str, Any]
 
@@ -35,12 +40,40 @@ class Worker:
         self._library: Any = import_module("verifiers.v1")
         self._env: Any = self._library.load_environment(self._library.resolve_env_config(dict(env)))
         self._task: Any = type(self._env.taskset).task_type()
+        data = self._task.data_type()
+        if excluded := [name for name, field in data.model_fields.items() if field.exclude]:
+            raise ValueError(
+                f"{data.__name__} excludes {', '.join(excluded)} from serialisation, and an episode gets its task as "
+                "JSON: drop exclude=True"
+            )
+        self._seats = [*import_module("verifiers.v1.configs.agent").agent_config_fields(self._env.config)]
+        _share_connections()
         self._numbers = count()
+        self.ended = asyncio.Event()
+        """Set after the request to end."""
+        self._holding: asyncio.Task[None] | None = None
+        self._episodes: set[asyncio.Task[Json]] = set()
         self._up: asyncio.Future[None] | None = None
 
     async def answer(self, request: Json) -> object:
-        """Answer a request: `{"rows": N}`, N or null for all, or `{"url", "key", "model", "task"}`."""
-        return self._rows(request["rows"]) if "rows" in request else await self._play(request)
+        """Answer a request: `{"rows": N}`, N or null for all, `{"url", "key", "model", "task"}`, or `{"end": true}`."""
+        if "rows" in request:
+            return self._rows(request["rows"])
+        if "end" in request:
+            await self._end()
+            return None
+        episode = asyncio.create_task(self._play(request))
+        self._episodes.add(episode)
+        episode.add_done_callback(self._episodes.discard)
+        return await episode
+
+    async def _end(self) -> None:
+        """Cancel the episodes, which remove their boxes, and end what they share."""
+        for tasks in (self._episodes, {self._holding} if self._holding else set()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.ended.set()
 
     def _rows(self, most: int | None) -> Sequence[Json]:
         taskset = self._env.taskset
@@ -52,7 +85,7 @@ class Worker:
         """Play an episode. The key is in a variable that harnesses do not inherit."""
         await self._serving()
         _reach(urlsplit(request["url"]).hostname or "")
-        variable = f"MESHRL_API_KEY_{next(self._numbers)}"
+        variable = f"{_KEY}{next(self._numbers)}"
         os.environ[variable] = request["key"]
         try:
             client = self._library.EvalClientConfig(base_url=request["url"], api_key_var=variable)
@@ -65,7 +98,7 @@ class Worker:
         if not self._env.complete(episode):
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise _Failed(f"{errors[-1].type}: {errors[-1].message}" if errors else "an episode has failed")
-        return _outcome(episode.traces)
+        return _outcome(episode.traces, self._seats)
 
     async def _serving(self) -> None:
         """Wait until what episodes share is up: tools, and the library's own server before the model."""
@@ -79,11 +112,12 @@ class Worker:
             async with self._env.serving():
                 up.set_result(None)
                 await asyncio.Event().wait()
-        except Exception as error:
-            if up.done():
-                raise
-            up.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 -- a package of a user's may raise anything
             self._up = None  # the next episode tries again
+            if not up.done():
+                up.set_exception(_Failed(_described(error)))
+            elif not isinstance(error, asyncio.CancelledError):
+                traceback.print_exception(error)
 
 
 class _Failed(Exception):
@@ -101,22 +135,25 @@ def _row(data: Any) -> Json:
     }
 
 
-def _outcome(traces: Sequence[Any]) -> Json:
-    """The mean reward, the reward of each trace, None if it is not to be learned, and the mean of each number."""
-    rewards = {trace.id: trace.reward if trace.agent.trainable else None for trace in traces}
-    learned = [trace for trace in traces if trace.agent.trainable]
+def _outcome(traces: Sequence[Any], seats: Sequence[str]) -> Json:
+    """The mean reward, the reward of each trace, None if it is not to be learned, its seat, and means of numbers.
+
+    A trace that failed or was not scored has no reward.
+    """
+    learned = [each for each in traces if each.agent.trainable and each.ok and None not in each.rewards.values()]
     if not learned:
-        raise _Failed("no trace of the episode is trainable")
-    several = len({trace.agent.name for trace in learned}) > 1
+        raise _Failed("no trace of the episode is trainable and scored")
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for trace in learned:
-        scores = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        scores = {name: reward.value for name, reward in trace.rewards.items()}
         for name, value in {**trace.metrics, **scores}.items():
-            if value is not None:
-                numbers[f"{trace.agent.name}/{name}" if several else name].append(value)
+            if value is not None and math.isfinite(value):
+                numbers[f"{trace.agent.name}/{name}" if len(seats) > 1 else name].append(value)
+    rewards = {trace.id: trace.reward for trace in learned}
     return {
-        "reward": _mean([trace.reward for trace in learned]),
-        "traces": rewards,
+        "reward": _mean([*rewards.values()]),
+        "traces": {trace.id: rewards.get(trace.id) for trace in traces},
+        "seats": {trace.id: seats.index(trace.agent.name) for trace in traces},
         "metrics": {name: _mean(values) for name, values in numbers.items()},
     }
 
@@ -126,17 +163,47 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _reach(host: str) -> None:
-    """Reach a host without a proxy."""
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = [each for each in os.environ.get(name, "").split(",") if each]
-        if host not in hosts:
-            os.environ[name] = ",".join([*hosts, host])
+    """Reach a host without a proxy. Earlier exceptions stay."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [each for each in map(str.strip, given.split(",")) if each]
+    if host not in hosts:
+        hosts.append(host)
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(hosts)
+
+
+def _share_connections() -> None:
+    """Let all episodes ask the gateway by the same connections.
+
+    The library keeps those of each endpoint and key to its own end, and each episode has a key.
+    """
+    names = ("interception.server", "clients", "clients.base")
+    modules: list[Any] = [import_module(f"verifiers.v1.{name}") for name in names]
+    server, clients, base = modules
+    others = server.resolve_client
+
+    @cache
+    def connections(url: str) -> Any:
+        return base.build_async_httpx(clients.EvalClientConfig(base_url=url))
+
+    async def close() -> None:
+        """Keep the connections, which others have too."""
+
+    def resolve(config: Any) -> Any:
+        if not config.api_key_var.startswith(_KEY):
+            return others(config)
+        client = object.__new__(clients.EvalClient)  # not its own connections
+        client.base_url, client.headers, client.close = config.base_url, dict[str, str](), close
+        client.api_key = os.environ[config.api_key_var]
+        client.client = connections("//".join(urlsplit(config.base_url)[:2]))
+        return client
+
+    server.resolve_client = resolve
 
 
 async def _connected(worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer a request, unless its client leaves."""
     try:
-        working = asyncio.create_task(worker.answer(json.loads(await reader.readline())))
+        working = asyncio.create_task(_answer(worker, await reader.readline()))
         left = asyncio.create_task(reader.read())
         await asyncio.wait([working, left], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -145,12 +212,16 @@ async def _connected(worker: Worker, reader: asyncio.StreamReader, writer: async
         left.cancel()
         if not working.cancelled():
             error = working.exception()
-            writer.write(_told(error) if error else json.dumps({"value": working.result()}).encode())
+            writer.write(_told(error) if error else working.result())
             await writer.drain()
     except ConnectionError:
         pass
     finally:
         writer.close()
+
+
+async def _answer(worker: Worker, request: bytes) -> bytes:
+    return json.dumps({"value": await worker.answer(json.loads(request))}).encode()
 
 
 def _told(error: BaseException) -> bytes:
@@ -162,10 +233,10 @@ def _described(error: BaseException) -> str:
 
 
 async def main() -> None:
-    """Load the environment, and answer until the process is ended. If it cannot be loaded, the first answer says so."""
+    """Load the environment, and answer until one asks to end. If it cannot be loaded, the first answer says so."""
     listening = socket.socket(fileno=int(sys.argv[1]))
     try:
-        worker = Worker(json.loads(sys.argv[2]))
+        worker = Worker(json.load(sys.stdin.buffer))
     except Exception as error:  # noqa: BLE001 -- a package of a user's may raise anything
         listening.setblocking(True)
         connection, _ = listening.accept()
@@ -178,7 +249,8 @@ async def main() -> None:
         await _connected(worker, reader, writer)
 
     server = await asyncio.start_unix_server(connected, sock=listening, limit=_MOST)
-    await server.serve_forever()
+    await worker.ended.wait()
+    server.close()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -104,7 +106,8 @@ async def test_each_trace_of_an_episode_has_its_own_reward_and_advantage() -> No
     assert batch.rewards.tolist() == [0.5]
     assert [each.tolist() for each in batch.ragged("trace_rewards")] == [[0, 1, 1]]
     assert [each.tolist() for each in batch.ragged("turn_traces")] == [[0, 1, 1]]
-    assert batch.objects("metrics") == ({"calls": 0.5, "spelled": 0.5, "best": 0.5, "pass_at_n": 1.0},)
+    assert [each.tolist() for each in batch.ragged("turn_seats")] == [[0, 0, 0]]
+    assert batch.objects("agent_metrics") == ({"calls": 0.5, "spelled": 0.5, "best": 0.5, "pass_at_n": 1.0},)
 
 
 async def test_a_seat_that_is_not_trainable_is_asked_and_not_learned() -> None:
@@ -114,8 +117,32 @@ async def test_a_seat_that_is_not_trainable_is_asked_and_not_learned() -> None:
     assert [row[name] for name in ("question", "system", "answer")] == ["2+2", "Digits only.", "4"]
     episode, asked = await played("verifiers:seats", given, ["4", "0.75"])
     assert "Is 4 right?" in asked[1]
-    assert (episode.error, episode.reward, episode.metrics) == (None, 0.75, {"judged": 0.75})
+    assert (episode.error, episode.reward, episode.metrics) == (None, 0.75, {"solver/judged": 0.75})
     assert learned(episode.rows) == [f"4{END}", ""]
+
+
+def files_of_workers(parent: int) -> int:
+    """Open files of all workers below a process."""
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    children = [int(each) for path in tasks for each in path.read_text().split()]
+    workers = [each for each in children if Path(f"/proc/{each}/cmdline").read_text().startswith(f"{PYTHON}\0")]
+    return sum(len([*Path(f"/proc/{each}/fd").iterdir()]) for each in workers) + sum(map(files_of_workers, children))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+async def test_episodes_leave_no_files_open() -> None:
+    loop = {"harness": {"id": "loop"}}
+    given = options(solver=loop, judge=loop)
+    counts = list[int]()
+    sampler = ScriptedSampler(["4", "1"] * 6)
+    agent = Agent(AgentConfig.model_validate({"source": "verifiers:seats", "options": given}))
+    row = first_row("verifiers:seats", given)
+    async with Gateway(sampler, ChatML()).serving() as gateway:
+        for _ in range(6):
+            episode = await agent.play(gateway, row, SAMPLING)
+            assert (episode.error, episode.reward) == (None, 1.0)
+            counts.append(files_of_workers(os.getpid()))
+    assert 0 < max(counts[1:]) <= counts[0] + 2, counts
 
 
 async def test_a_failure_is_data_and_a_process_that_ends_is_started_again() -> None:
@@ -130,16 +157,34 @@ async def test_a_failure_is_data_and_a_process_that_ends_is_started_again() -> N
 
     episode, _ = await played("verifiers:seats", given, ["end"])
     assert "its process has ended" in str(episode.error)
-    episode, _ = await played("verifiers:seats", given, ["4", "1"])
+    episode, _ = await played("verifiers:seats", given, ["4", "1"], errors="zero")
     assert (episode.error, episode.reward) == (None, 1.0)
+    episode, _ = await played("verifiers:seats", given, ["end"], errors="zero")
+    assert np.isnan(episode.reward)  # no program's fault
+
+
+async def test_a_blocked_process_is_ended_and_started_again() -> None:
+    loop = {"harness": {"id": "loop"}}
+    given = options(solver=loop, judge=loop)
+    row = first_row("verifiers:seats", given)
+    sampler = ScriptedSampler(["block", "4", "1"])
+    config = {"source": "verifiers:seats", "options": given}
+    async with Gateway(sampler, ChatML()).serving() as gateway:
+        episode = await Agent(AgentConfig.model_validate(config | {"timeout": 2})).play(gateway, row, SAMPLING)
+        assert str(episode.error).startswith("TimeoutError: no result in 2 seconds")
+        agent = Agent(AgentConfig.model_validate(config))
+        episode = await agent.play(gateway, row, SAMPLING)  # waits in line, and is lost with the process
+        assert "its process has ended" in str(episode.error)
+        episode = await agent.play(gateway, row, SAMPLING)
+        assert (episode.error, episode.reward) == (None, 1.0)
 
 
 def test_a_new_configuration_plays_the_environment(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert [path.name for path in copy_script("verifiers:spelling", folder)] == ["agent.py", "config.toml"]
     told = tomllib.loads((folder / "config.toml").read_text("utf-8"))
-    assert told["task"] == {"source": "verifiers:spelling", "held_out": "all"}
-    assert told["agent"] == {"source": "verifiers:spelling", "options": {"env": {"agent": HERE}}}
+    assert told["task"] == {"source": "verifiers:spelling", "held_out": "all", "options": {"env": {"agent": HERE}}}
+    assert told["agent"] == {"source": "verifiers:spelling", "options": told["task"]["options"]}
 
 
 def test_what_is_missing_is_named() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 from contextlib import AsyncExitStack
 
 import httpx
@@ -44,6 +45,8 @@ class LoopHarness(vf.Harness[vf.HarnessConfig]):
                 message = told.json()["choices"][0]["message"]
                 if message.get("content") == "end":
                     os._exit(1)
+                if message.get("content") == "block":
+                    threading.Event().wait()
                 if message.get("content") == "hang":
                     await asyncio.Event().wait()
                 messages.append(message)
