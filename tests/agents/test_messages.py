@@ -8,7 +8,8 @@ import httpx2
 import msgspec
 import pytest
 
-from meshrl.agents import messages
+from meshrl.agents.messages import MessagesRequest
+from meshrl.tasks import decoded_url
 from tests.agents.talks import Talk, opened, talking
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -128,14 +129,14 @@ async def test_requests_that_are_refused_in_the_protocols_form(talk: Talk) -> No
 
 
 def test_an_image_is_decoded_from_base64_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, decode = list[str](), messages.decoded_url
+    decoded = list[str]()
 
     def told(url: str, where: str) -> bytes:
         decoded.append(url)
-        return decode(url, where)
+        return decoded_url(url, where)
 
-    monkeypatch.setattr(messages, "decoded_url", told)
+    monkeypatch.setattr("meshrl.agents.messages.decoded_url", told)
     image = {"type": "image", "source": {"type": "base64", "data": base64.b64encode(b"pixels").decode()}}
     body = {"model": "any", "max_tokens": 1, "messages": [{"role": "user", "content": [image]}]}
-    asked = msgspec.convert(body, messages.MessagesRequest).read()
+    asked = msgspec.convert(body, MessagesRequest).read()
     assert ([*asked.images.values()], len(decoded)) == ([b"pixels"], 1)
