@@ -17,6 +17,8 @@ Written: TypeAlias = tuple[str, str, str]
 """A call as it was written: the name of its function, its arguments in JSON, and its id, "" without one."""
 Types: TypeAlias = Mapping[str, Mapping[str, object]]
 """The schemas of parameters by function and name, for forms that write texts without quotes."""
+Reader: TypeAlias = Callable[["re.Match[str]", Types], Iterable[Written]]
+"""Reads the calls that a pattern has matched. Raises ValueError if there is none."""
 
 
 class Format(NamedTuple):
@@ -26,23 +28,28 @@ class Format(NamedTuple):
     """Models that write it, for people."""
     mark: str
     """A text that every call has, so one that is left over could not be read."""
+    begin: str
+    """Begins every call, and nothing else. "" if only `call` finds them."""
     call: re.Pattern[str]
-    """Matches a call, or several in a list."""
-    read: Callable[[re.Match[str], Types], Iterable[Written]]
+    """Matches a call, or several in a list. From one beginning, it takes time in proportion to the text."""
+    read: Reader
     """Reads what was matched. Raises ValueError if it is no call."""
     around: re.Pattern[str] = re.compile(r"(?!)")
     """Matches marks around the calls, which no client sees."""
+    is_plain: bool = False
+    """True if a text may have the marks too, so that each call must name a tool that there is."""
 
 
 def _found(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-class _Call(msgspec.Struct):
+class _Call(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"")
     parameters: msgspec.Raw = msgspec.Raw(b"")
     id: str = ""
+    type: str = "function"
 
 
 def _json(match: re.Match[str], types: Types) -> Iterable[Written]:  # noqa: ARG001 -- it has quotes
@@ -62,28 +69,56 @@ def _object(text: str) -> str:
     return text
 
 
-def _tagged(parameter: str) -> Callable[[re.Match[str], Types], Iterable[Written]]:
+def _tagged(parameter: str) -> Reader:
     """A name, and each parameter between tags. Texts have no quotes there."""
-    pattern = _found(parameter)
+    pattern = _found(r"\s*" + parameter)
 
     def read(match: re.Match[str], types: Types) -> Iterable[Written]:
-        name, known = match["name"].strip(), types.get(match["name"].strip(), {})
-        given = {each["key"]: _typed(each["value"], known.get(each["key"])) for each in pattern.finditer(match["body"])}
-        if pattern.sub("", match["body"]).strip():
-            raise ValueError(f"there is more than parameters in {match['body']!r}")
-        yield name, json.dumps(given, ensure_ascii=False), ""
+        known, given = types.get(match["name"], {}), dict[str, object]()
+        for each in _row_of(pattern, match["body"]):
+            if each["key"] in given:
+                raise ValueError(f"the parameter {each['key']!r} is there twice")
+            given[each["key"]] = _typed(each["value"], known.get(each["key"]))
+        yield match["name"], json.dumps(given, ensure_ascii=False), ""
 
     return read
 
 
+def _listed(call: str, read: Reader) -> Reader:
+    """Calls one after another."""
+    pattern = _found(r"\s*" + call)
+    return lambda match, types: [each for one in _row_of(pattern, match["body"]) for each in read(one, types)]
+
+
+def _row_of(pattern: re.Pattern[str], text: str) -> Iterable[re.Match[str]]:
+    """The matches that make up a text, with spaces between them. Raises ValueError if there is more."""
+    at, text = 0, text.strip()
+    while at < len(text):
+        match = pattern.match(text, at)
+        if match is None:
+            raise ValueError(f"{text[at : at + 80]!r} cannot be read")
+        yield match
+        at = match.end()
+
+
 def _typed(text: str, schema: object) -> object:
     """The value of a parameter: a text if the tool says so, or if it is not JSON."""
-    if isinstance(schema, Mapping) and cast("Mapping[str, object]", schema).get("type") == "string":
+    kinds = _kinds(schema)
+    if kinds == {"string"} or (kinds == {"string", "null"} and text.strip() != "null"):
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
         return text
+
+
+def _kinds(schema: object) -> set[str]:
+    """The types that a schema allows."""
+    told: Mapping[str, Any] = cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
+    if isinstance(told.get("anyOf"), list):
+        return {kind for each in told["anyOf"] for kind in _kinds(each) or {""}}
+    kinds = told.get("type", [])
+    return {str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])}
 
 
 def _bars(name: str) -> str:
@@ -91,48 +126,63 @@ def _bars(name: str) -> str:
     return f"<\uff5ctool▁{name}\uff5c>"
 
 
+_NAME: Final = r"(?P<name>[\w.:-]+)"
 FORMATS: Final[Sequence[Format]] = (
-    Format("Hermes, Qwen2.5, Qwen3", "</tool_call>", _found(r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>"), _json),
+    Format(
+        "Hermes, Qwen2.5, Qwen3",
+        "</tool_call>",
+        "<tool_call>",
+        _found(r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>"),
+        _json,
+    ),
     Format(
         "Qwen3-Coder, Qwen3.5, Nemotron 3",
         "</tool_call>",
-        _found(r"<tool_call>\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*</tool_call>"),
+        "<tool_call>",
+        _found(rf"<tool_call>\s*<function={_NAME}>(?P<body>.*?)</function>\s*</tool_call>"),
         _tagged(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
     ),
     Format(
         "GLM-4.5 and later",
         "</tool_call>",
-        _found(r"<tool_call>(?P<name>[^<\n]+)(?P<body>(?:\s*<arg_key>.*?</arg_value>)*)\s*</tool_call>"),
-        _tagged(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        "<tool_call>",
+        _found(rf"<tool_call>\s*{_NAME}(?P<body>.*?)</tool_call>"),
+        _tagged(r"<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        is_plain=True,
     ),
     Format(
         "MiniMax-M2",
-        "</invoke>",
-        _found(r'<invoke name="(?P<name>[^"\n]+)">(?P<body>.*?)</invoke>'),
-        _tagged(r'<parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</parameter>'),
-        _found(r"</?minimax:tool_call>"),
+        "</minimax:tool_call>",
+        "<minimax:tool_call>",
+        _found("<minimax:tool_call>(?P<body>.*?)</minimax:tool_call>"),
+        _listed(
+            rf'<invoke name="{_NAME}">(?P<body>.*?)</invoke>',
+            _tagged(r'<parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</parameter>'),
+        ),
+        is_plain=True,
     ),
     Format(
         "DeepSeek-V3, R1",
         _bars("call▁end"),
-        _found(
-            f"{_bars('call▁begin')}function{_bars('sep')}(?P<name>[^\n]+)\n```json\n(?P<json>.*?)\n```{_bars('call▁end')}"
-        ),
+        _bars("call▁begin"),
+        _found(f"{_bars('call▁begin')}function{_bars('sep')}{_NAME}\n```json\n(?P<json>.*?)\n```{_bars('call▁end')}"),
         _named,
         _found(_bars("calls▁(?:begin|end)")),
     ),
     Format(
         "DeepSeek-V3.1",
         _bars("call▁end"),
-        _found(f"{_bars('call▁begin')}(?P<name>[^<\n]+){_bars('sep')}(?P<json>.*?){_bars('call▁end')}"),
+        _bars("call▁begin"),
+        _found(f"{_bars('call▁begin')}{_NAME}{_bars('sep')}(?P<json>.*?){_bars('call▁end')}"),
         _named,
         _found(_bars("calls▁(?:begin|end)")),
     ),
     Format(
         "Kimi-K2",
         "<|tool_call_end|>",
+        "<|tool_call_begin|>",
         _found(
-            r"<\|tool_call_begin\|>\s*(?P<id>functions\.(?P<name>[^:\s]+):\d+)\s*"
+            r"<\|tool_call_begin\|>\s*(?P<id>functions\.(?P<name>[\w.-]+):\d+)\s*"
             r"<\|tool_call_argument_begin\|>(?P<json>.*?)<\|tool_call_end\|>"
         ),
         _named,
@@ -141,13 +191,15 @@ FORMATS: Final[Sequence[Format]] = (
     Format(
         "Mistral, Tekken 11 and later",
         "[TOOL_CALLS]",
+        "[TOOL_CALLS]",
         _found(r"\[TOOL_CALLS\](?P<name>\w[\w.-]*)\[ARGS\](?P<json>\{.*?\})(?=\[TOOL_CALLS\]|\s*\Z)"),
         _named,
     ),
-    Format("Mistral", "[TOOL_CALLS]", _found(r"\[TOOL_CALLS\]\s*(?P<json>\[.*\])"), _json),
+    Format("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _found(r"\[TOOL_CALLS\]\s*(?P<json>\[.*\])"), _json),
     Format(
         "gpt-oss",
         " to=functions.",
+        "",
         _found(
             r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.(?P<name>[\w.-]+)"
             r"(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?json)?<\|message\|>(?P<json>.*?)"
@@ -157,8 +209,11 @@ FORMATS: Final[Sequence[Format]] = (
     ),
 )
 """The forms, in the order in which they are tried."""
-_BARE: Final = Format("Llama 3", "{", _found(r"\A\s*(?P<json>\{.*\})\s*\Z"), _json)
+_BARE: Final = Format("Llama 3", "{", "", _found(r"\A\s*(?P<json>\{.*\})\s*\Z"), _json, is_plain=True)
 """Nothing but a call, of a tool that there is."""
+_THOUGHT_END: Final = _found(
+    r"[<◁]/think[>▷]|\[/THINK\]|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|(?=<\|start\|>)|\Z)"
+)
 _CHANNEL: Final = _found(
     r"(?:<\|start\|>assistant)?<\|channel\|>(?P<name>\w+)<\|message\|>(?P<text>.*?)(?:<\|end\|>|\Z)"
 )
@@ -168,14 +223,15 @@ _CHANNEL: Final = _found(
 def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Sequence[Written]]:
     """Return a text without its calls, and the calls. All stays text if one cannot be read."""
     functions: list[Any] = [tool.get("function") for tool in tools]
-    known = {str(each.get("name")): each for each in functions if isinstance(each, dict)}
-    types = {name: _properties(each) for name, each in known.items()}
+    types = {str(each.get("name")): _properties(each) for each in functions if isinstance(each, dict)}
+    start = max((found.end() for found in _THOUGHT_END.finditer(text)), default=0)  # thoughts have no calls
+    thoughts, said = text[:start], text[start:]
     for form in FORMATS:
-        rest = form.call.sub("", text) if form.mark in text else text
-        if form.mark in text and form.mark not in rest and (calls := _read(form, text, types)):
-            return form.around.sub("", rest).strip(), calls
-    calls = _read(_BARE, without_special(text), types)
-    return ("", calls) if calls and calls[0][0] in known else (text, ())
+        rest, calls = _read(form, said, types) if form.mark in said else (said, ())
+        if calls and form.mark not in rest:
+            return (thoughts + form.around.sub("", rest)).strip(), calls
+    _, calls = _read(_BARE, without_special(said), types)
+    return (thoughts.strip(), calls) if calls else (text, ())
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:
@@ -184,17 +240,41 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _read(form: Format, text: str, types: Types) -> Sequence[Written]:
+def _read(form: Format, text: str, types: Types) -> tuple[str, Sequence[Written]]:
+    """Return the text without calls of this form, and the calls: none if one cannot be read."""
+    calls, rest, at = list[Written](), list[str](), 0
     try:
-        return [call for match in form.call.finditer(text) for call in form.read(match, types)]
+        for match in _calls_of(form, text):
+            rest.append(text[at : match.start()])
+            at = match.end()
+            calls += form.read(match, types)
     except (ValueError, RecursionError):  # of msgspec and json too
-        return ()
+        return text, ()
+    if form.is_plain and any(name not in types for name, _, _ in calls):
+        return text, ()
+    firsts = {own: at for at, (_, _, own) in reversed([*enumerate(calls)])}
+    alone = [(name, given, own if firsts[own] == at else "") for at, (name, given, own) in enumerate(calls)]
+    return "".join([*rest, text[at:]]), alone
+
+
+def _calls_of(form: Format, text: str) -> Iterable[re.Match[str]]:
+    """Match all calls. Raises ValueError at the first beginning that begins none, so that no text is read twice."""
+    if not form.begin:
+        yield from form.call.finditer(text)
+        return
+    at = 0
+    while (at := text.find(form.begin, at)) >= 0:
+        match = form.call.match(text, at)
+        if match is None:
+            raise ValueError(f"{text[at : at + 80]!r} cannot be read")
+        yield match
+        at = match.end()
 
 
 def without_channels(text: str) -> str:
     """Return a text of gpt-oss's channels with its thoughts between tags, as other models write them."""
-    if "<|channel|>" not in text or "<|message|>" not in text:
-        return text
+    if not text.lstrip().startswith(("<|channel|>", "<|start|>assistant<|channel|>")):
+        return text  # one that talks about channels
     return _CHANNEL.sub(
         lambda match: f"<think>{match['text']}</think>" if match["name"] == "analysis" else match["text"], text
     )

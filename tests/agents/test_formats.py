@@ -357,3 +357,91 @@ def test_a_call_that_cannot_be_read_stays_text(family: Family) -> None:
     assert said.tool_calls == ()
     assert "so: " in said.content
     assert "here" in said.content
+
+
+HERMES: Final = '<tool_call>{"name": "look", "arguments": {"where": "here"}}</tool_call>'
+OPTIONAL: Final = [
+    {"function": {"name": "f", "parameters": {"properties": {"x": schema, "n": {"type": "number"}}}}}
+    for schema in ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]})
+]
+
+
+def said(text: str, tools: Any = TOOLS) -> tuple[str, list[tuple[str, str]]]:
+    ids = iter(range(99))
+    message = message_of(text, tools, lambda: f"new{next(ids)}")
+    return message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+        "Write `<tool_call>NAME</tool_call>` please",
+        f"{HERMES}<tool_call>now</tool_call>",
+        '<tool_call>{"name": "look", "args": {"x": 1}}</tool_call>',
+        "<tool_call><function=look><parameter=where>a</parameter><parameter=where>b</parameter></function></tool_call>",
+        '<invoke name="look"></invoke>',
+        '<minimax:tool_call><invoke name="NAME"></invoke></minimax:tool_call>',
+        "<tool_call>look" + "<arg_key>where</arg_key><arg_value>a</arg_value>" * 40 + " oops</tool_call>",
+        f"<think>I write {HERMES}</think>done",
+    ],
+)
+def test_what_only_looks_like_a_call_stays_text(text: str) -> None:
+    assert said(text) == (text, [])
+
+
+def test_calls_come_after_thoughts() -> None:
+    assert said(f"<think>maybe {HERMES}</think>{HERMES}") == (
+        f"<think>maybe {HERMES}</think>",
+        [("look", '{"where": "here"}')],
+    )
+    thought = "<|channel|>analysis<|message|>I call to=functions.look<|message|>{}<|end|>"
+    assert said(f"{thought}<|start|>assistant<|channel|>commentary to=functions.now<|message|>{{}}<|call|>")[1] == [
+        ("now", "{}")
+    ]
+
+
+def test_texts_about_channels_stay() -> None:
+    text = "It writes <|channel|>analysis<|message|> before its thoughts"
+    assert said(text) == (text, [])
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"', "Infinity", "{"])
+def test_a_value_that_is_not_json_is_a_text(value: str) -> None:
+    _, calls = said(f"<tool_call>look<arg_key>depth</arg_key><arg_value>{value}</arg_value></tool_call>")
+    assert json.loads(calls[0][1]) == {"depth": value}
+
+
+@pytest.mark.parametrize("tool", OPTIONAL)
+def test_a_text_or_nothing_is_a_text(tool: Any) -> None:
+    for value, read in (("1", "1"), ("true", "true"), ("null", None)):
+        _, calls = said(f"<tool_call>f<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>", [tool])
+        assert json.loads(calls[0][1]) == {"x": read}
+
+
+def test_two_calls_have_two_ids() -> None:
+    text = "".join(kimi(name, {}, 0) for name in ("now", "now"))
+    ids = [call.id for call in message_of(text, TOOLS, lambda: "new").tool_calls]
+    assert ids == ["functions.now:0", "new"]
+
+
+@pytest.mark.parametrize(
+    ("opens", "closes"),
+    [
+        ("<tool_call>{", "}</tool_call>"),
+        ("<tool_call>look<arg_key>a", "</tool_call>"),
+        ("<tool_call><function=look><parameter=", "</function></tool_call>"),
+        ('<minimax:tool_call><invoke name="look">', "</invoke></minimax:tool_call>"),
+        ("<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        (f"{bars('tool▁call▁begin')}look{bars('tool▁sep')}", bars("tool▁call▁end")),
+        ("[TOOL_CALLS]look[ARGS]{}", "{"),
+        ("[TOOL_CALLS][", "]"),
+        (" to=functions.look<|message|>", "<|call|>"),
+        ("<|channel|>analysis<|message|>", "<|end|>"),
+        ("<parameter=", "<tool_call><function=look></function></tool_call>"),
+    ],
+)
+def test_a_model_that_loops_costs_a_pass(opens: str, closes: str) -> None:
+    many = opens * (200_000 // len(opens))
+    for text in (many + closes, closes + many):
+        message_of(text, TOOLS, lambda: "1")
