@@ -410,6 +410,8 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
             newest, folder = await newest_model(run, policy, Path(scratch))
             mesh = await Mesh.reserve(engine, 1)
             config = _sampler_config(file, table, policy, folder, options)
+            if config.chat and options.task is not None and _is_named(options.task):
+                harness.check_chat(options.task, {})
             sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
             judging = _reward_config(file, table, options)
             reward = await mesh.spawn(implementation(Reward, judging.backend), judging)

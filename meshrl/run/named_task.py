@@ -56,6 +56,8 @@ async def evaluate_task(model: str, options: EvalOptions, overrides: Sequence[st
         table["reward"] = {"function": options.reward} if options.reward else {}
     apply_overrides(table, overrides)
     config = validate(_Evaluated, table, "command line", overrides)
+    if config.sampler.chat:
+        harness.check_chat(name, config.task.options)
     prompts = Task.load(config.task).train
     prompts = prompts.select(np.arange(min(len(prompts), options.rows or len(prompts))))
     prompts = prompts.assign(groups=np.arange(len(prompts), dtype=np.int64))
@@ -87,6 +89,8 @@ def recipe(name: str, model: str, overrides: Sequence[str] = ()) -> Table:
     options = {"split": "train", "num_fewshot": 0, **table_of(table_of(given, "task"), "options")}
     known, maths = harness.settings_of(name, options), _maths(name)
     harness.check_trains(name, options)
+    if table_of(given, "policy").get("chat") and not maths:
+        harness.check_chat(name, options)
     ending = "\nThink step by step, and put the final answer in \\boxed{{}}."
     prompt = {"prompt": f"{{lm_eval[doc][{maths[0]}]}}{ending}"} if maths else {}
     stop = {"stop": list(known.stop)} if known.stop and not maths else {}

@@ -118,6 +118,16 @@ def check_trains(name: str, options: _Options) -> None:
         _docs(task, "train")
 
 
+def check_chat(name: str, options: _Options) -> None:
+    """Raise DataError for a task that opens the answer itself. A chat template puts a whole prompt into a question."""
+    for task in _tasks(name, _key(options)).values():
+        if task.config.gen_prefix:
+            raise DataError(
+                f"{NAME}:{task.config.task}: opens the model's answer with a text of its own (gen_prefix), which a "
+                "chat template would put into the question: leave `chat` out, or take a task without one"
+            )
+
+
 def tables(name: str, options: _Options) -> Table:
     """Return the tables `task`, `reward` and `sampling` of a configuration for a task. Raises like `rows`."""
     known = settings_of(name, options)

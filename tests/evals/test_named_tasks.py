@@ -270,6 +270,7 @@ def test_each_task_that_the_page_names_has_answers_that_a_model_writes() -> None
     [
         (("eval", "gsm8kk", "--model", "m"), "did you mean 'gsm8k'? the list is https://github.com/"),
         (("eval", "arc_easy", "--model", "m"), "compares log-likelihoods of given answers (multiple_choice)"),
+        (("eval", "humaneval_instruct", "--model", "m", "sampler.chat=true"), "opens the model's answer with a text"),
         (("eval", "humaneval_64", "--model", "m"), "judges 64 completions together"),
         (("train", "aime25", "--model", "m"), "has no rows to train on, only those that it is measured on"),
         (("train", "gsm8k"), "meshrl train gsm8k --model ORG/NAME"),
