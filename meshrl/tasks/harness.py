@@ -45,7 +45,8 @@ class TaskOptions(Config):
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     """Solved examples before each question. Default: the task's."""
     data: str | Mapping[str, str] | None = None
-    """A .jsonl or .parquet file with the task's rows, instead of the hub. Or a file for each split of the dataset."""
+    """A .jsonl or .parquet file with the rows of `split`, instead of the hub. Or a file for each split of the dataset,
+    which examples of another split need."""
 
 
 class Settings(NamedTuple):
@@ -70,12 +71,13 @@ def rows(name: str, options: _Options, count: int | None) -> Iterator[dict[str, 
     for task in _tasks(name, _key(options)).values():
         if left == 0:
             return
-        docs = _docs(task, given.split)
+        docs = _docs(task, given)
         shots = task.config.num_fewshot or 0 if given.num_fewshot is None else given.num_fewshot
+        own = _check_shots(task, given, shots)
         task.set_fewshot_seed(_SEED)
         for number, doc in enumerate(docs if left is None else _first(docs, left)):
             try:
-                prompt = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc))
+                prompt = _prompt(task, doc, shots, own=own)
                 answer = _answer(task, doc)
             except Exception as error:
                 raise DataError(
@@ -114,8 +116,9 @@ def named(text: str) -> str:
 
 def check_trains(name: str, options: _Options) -> None:
     """Raise DataError for a task without rows to train on that it is not measured on."""
+    given = _validated(name, options).model_copy(update={"split": "train"})
     for task in _tasks(name, _key(options)).values():
-        _docs(task, "train")
+        _docs(task, given)
 
 
 def check_chat(name: str, options: _Options) -> None:
@@ -230,15 +233,66 @@ def _answer(task: Any, doc: Any) -> str | list[str]:
     return [*map(str, target)] if isinstance(target, list) else str(target)
 
 
-def _trains(task: Any) -> bool:
-    own = task.config.training_split
-    return own is not None and own != (task.config.test_split or task.config.validation_split)
+def _prompt(task: Any, doc: Any, shots: int, *, own: bool) -> str:
+    """Return the text that asks a row. `own`: the examples are of the asked rows, so leave out the row itself."""
+    sampler = getattr(task, "sampler", None)
+    if own:  # the library does so for some of its tasks alone
+        task.sampler = _LeavingOut(sampler, doc)
+    try:
+        return str(task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc)))
+    finally:
+        task.sampler = sampler
 
 
-def _docs(task: Any, split: str) -> Any:
-    if split == "test":
+class _LeavingOut:
+    """Chooses examples other than the row that is asked."""
+
+    def __init__(self, sampler: Any, doc: Any) -> None:
+        self._sampler, self._doc = sampler, doc
+
+    def sample(self, n: int, **_: object) -> Any:
+        return self._sampler.sample(n=n, eval_doc=self._doc)
+
+
+def _check_shots(task: Any, given: TaskOptions, shots: int) -> bool:
+    """Return whether the examples are of the asked rows. DataError if one file would be the rows of two splits."""
+    examples, asked = _example_split(task), _split(task, given.split)
+    if shots and isinstance(given.data, str) and examples not in (None, asked):
+        raise DataError(
+            f"{NAME}:{task.config.task}: task.options.data = {given.data!r} has the rows of the split {asked!r}, and "
+            f"the {shots} examples before each question are of {examples!r}: set task.options.num_fewshot = 0, or name "
+            f'a file for each split: data = {{ {asked} = "FILE", {examples} = "OTHER" }}'
+        )
+    return shots > 0 and examples == asked
+
+
+def _example_split(task: Any) -> str | None:
+    """Return the split that a task's examples are of, by the library's rule. None if it has some of its own."""
+    config, shown = task.config, task.fewshot_cfg
+    if shown.split is not None:
+        return str(shown.split)
+    if config.fewshot_config is not None and shown.samples is not None:
+        return None
+    return str(config.training_split or config.validation_split or config.test_split)
+
+
+def _split(task: Any, split: str) -> str:
+    config = task.config
+    return str(config.training_split if split == "train" else config.test_split or config.validation_split)
+
+
+def _trains(task: Any, data: str | Mapping[str, str] | None) -> bool:
+    trained, measured = _split(task, "train"), _split(task, "test")
+    if task.config.training_split is None or trained == measured:
+        return False
+    files = [data.get(split) for split in (trained, measured)] if isinstance(data, Mapping) else []
+    return len({Path(file).resolve() for file in files if file}) == len([file for file in files if file])
+
+
+def _docs(task: Any, given: TaskOptions) -> Any:
+    if given.split == "test":
         return task.eval_docs
-    if not _trains(task):
+    if not _trains(task, given.data):
         raise DataError(
             f"{NAME}:{task.config.task}: has no rows to train on, only those that it is measured on: train on another "
             "task, such as gsm8k or hendrycks_math"

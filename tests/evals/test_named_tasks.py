@@ -183,6 +183,12 @@ def test_a_group_has_the_rows_of_each_of_its_tasks(hub: Hub) -> None:
     assert found["rewards"] == [1.0, *[0.0] * 13]
 
 
+def test_no_row_is_among_its_own_examples() -> None:
+    rows = list(harness.rows("gsm8k", {"split": "train", "num_fewshot": 7}, None))
+    assert len(rows) == len(SUMS)
+    assert all(str(row["question"]).count(f"What is {at}+10?") == 1 for at, row in enumerate(rows))
+
+
 def test_code_that_a_model_wrote_runs_in_the_sandbox_alone(tmp_path: Path) -> None:
     prompts = Task.load(TaskConfig(source="lm_eval:humaneval", held_out=0)).train
     mark = tmp_path / "mark"
@@ -236,8 +242,12 @@ def test_rows_of_a_file_and_a_run_are_evaluated_as_well(model: str) -> None:
     )
     assert json.loads(Path("runs/file/eval.json").read_bytes())["prompts"] == 2
     told = refused("eval", "gsm8k", "--model", model, "task.options.data=mine.jsonl")
-    assert "gsm8k, row 0: its prompt with 5 examples cannot be made: ValueError" in told
+    assert "has the rows of the split 'test', and the 5 examples before each question are of 'train'" in told
     assert "task.options.num_fewshot" in told
+    files = '{test="mine.jsonl",train="mine.jsonl"}'
+    told = refused("eval", "gsm8k", "--model", model, f"task.options.data={files}")
+    assert "gsm8k, row 0: its prompt with 5 examples cannot be made: ValueError" in told
+    assert "has no rows to train on" in refused("train", "gsm8k", "--model", model, f"task.options.data={files}")
 
 
 def test_a_recipe_is_saved_to_be_edited_and_checked(model: str) -> None:
