@@ -400,7 +400,7 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
     file = run / "config.toml"
     table, policy = read_policy(run)
     if options.task is not None and _is_named(options.task):
-        tables = harness.tables(options.task, {})
+        tables = harness.tables(options.task, {"rows": options.rows} if options.rows else {})
         table = {**table, **tables, "sampling": {**table_of(table, "sampling"), **table_of(tables, "sampling")}}
     prompts, source = _prompts(file, table, options)
     sampling = _sampling(file, table, options)

@@ -58,7 +58,8 @@ async def evaluate_task(model: str, options: EvalOptions, overrides: Sequence[st
     config = validate(_Evaluated, table, "command line", overrides)
     if config.sampler.chat:
         harness.check_chat(name, config.task.options)
-    prompts = Task.load(config.task).train
+    given_rows = {**config.task.options, **({"rows": options.rows} if options.rows else {})}
+    prompts = Task.load(config.task.model_copy(update={"options": given_rows})).train
     prompts = prompts.select(np.arange(min(len(prompts), options.rows or len(prompts))))
     prompts = prompts.assign(groups=np.arange(len(prompts), dtype=np.int64))
     async with Run(config.run, config.model_dump(mode="json")) as run:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, cast
 
@@ -47,6 +48,8 @@ class TaskOptions(Config):
     data: str | Mapping[str, str] | None = None
     """A .jsonl or .parquet file with the rows of `split`, instead of the hub. Or a file for each split of the dataset,
     which examples of another split need."""
+    rows: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows, in turn from each task of a group. Default: all."""
 
 
 class Settings(NamedTuple):
@@ -61,35 +64,37 @@ class Settings(NamedTuple):
 
 
 def rows(name: str, options: _Options, count: int | None) -> Iterator[dict[str, object]]:
-    """Yield the rows of a task or a group: the prompt as `question`, the `answer`, and `lm_eval`, which judges.
+    """Yield the rows of a task, or those of a group's tasks in turn.
+
+    A row has the prompt as `question`, the `answer`, and `lm_eval`, which judges.
 
     Raises ConfigError if the library or the task is missing, DataError for a task that completions cannot answer, and
     for a split that it does not have.
     """
     given = _validated(name, options)
-    left = count
-    for task in _tasks(name, _key(options)).values():
-        if left == 0:
-            return
-        docs = _docs(task, given)
-        shots = task.config.num_fewshot or 0 if given.num_fewshot is None else given.num_fewshot
-        own = _check_shots(task, given, shots)
-        task.set_fewshot_seed(_SEED)
-        for number, doc in enumerate(docs if left is None else _first(docs, left)):
-            try:
-                prompt = _prompt(task, doc, shots, own=own)
-                answer = _answer(task, doc)
-            except Exception as error:
-                raise DataError(
-                    f"{NAME}:{task.config.task}, row {number}: its prompt with {shots} examples cannot be made: "
-                    f"{described(error)}: lower task.options.num_fewshot, or give rows with the dataset's columns"
-                ) from error
-            yield {
-                "question": prompt,
-                "answer": answer,
-                NAME: {"source": name, "task": task.config.task, "doc": dict(doc)},
-            }
-        left = None if left is None else max(0, left - len(docs))
+    each = [_rows_of(name, task, given) for task in _tasks(name, _key(options)).values()]
+    dealt = (row for turn in zip_longest(*each) for row in turn if row is not None)
+    yield from islice(dealt, given.rows if count is None else min(count, given.rows or count))
+
+
+def _rows_of(name: str, task: Any, given: TaskOptions) -> Iterator[dict[str, object]]:
+    shots = task.config.num_fewshot or 0 if given.num_fewshot is None else given.num_fewshot
+    docs, own = _docs(task, given), _check_shots(task, given, shots)
+    task.set_fewshot_seed(_SEED)
+    for number, doc in enumerate(docs):
+        try:
+            prompt = _prompt(task, doc, shots, own=own)
+            answer = _answer(task, doc)
+        except Exception as error:
+            raise DataError(
+                f"{NAME}:{task.config.task}, row {number}: its prompt with {shots} examples cannot be made: "
+                f"{described(error)}: lower task.options.num_fewshot, or give rows with the dataset's columns"
+            ) from error
+        yield {
+            "question": prompt,
+            "answer": answer,
+            NAME: {"source": name, "task": task.config.task, "doc": dict(doc)},
+        }
 
 
 def settings_of(name: str, options: _Options) -> Settings:
@@ -174,11 +179,7 @@ def _validated(name: str, options: _Options) -> TaskOptions:
 
 
 def _key(options: _Options) -> bytes:
-    return msgspec.json.encode(dict(options))
-
-
-def _first(docs: Any, count: int) -> Iterator[Any]:
-    return (docs[at] for at in range(min(count, len(docs))))
+    return msgspec.json.encode({key: value for key, value in options.items() if key != "rows"})
 
 
 @lru_cache(maxsize=1024)

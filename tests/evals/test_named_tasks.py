@@ -167,7 +167,7 @@ def test_prompts_and_scores_are_those_of_the_library(name: str) -> None:
 def test_a_group_has_the_rows_of_each_of_its_tasks(hub: Hub) -> None:
     subjects = ["biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history"]
     subjects += ["law", "math", "other", "philosophy", "physics", "psychology"]
-    rows = [{"question_id": 1, "question": f"{of}?", "category": of, **CHOICES} for of in subjects]
+    rows = [{"question_id": 1, "question": f"{of}?", "category": of, **CHOICES} for of in subjects for _ in range(2)]
     files = hub.repositories["datasets/TIGER-Lab/MMLU-Pro"]
     files |= {
         f"default/{split}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -175,12 +175,14 @@ def test_a_group_has_the_rows_of_each_of_its_tasks(hub: Hub) -> None:
     }
     prompts = Task.load(TaskConfig(source="lm_eval:mmlu_pro", options={"num_fewshot": 1}, held_out=0)).train
     shown = [str(prompt) for prompt in prompts.objects("prompt")]
-    assert len(shown) == len(subjects)
+    assert len(shown) == len(rows)
     assert all(
-        f"about {of}. Think" in text and text.count(f"{of}?") == 2 for of, text in zip(subjects, shown, strict=True)
+        f"about {of}. Think" in text and text.count(f"{of}?") == 2 for of, text in zip(subjects * 2, shown, strict=True)
     )
-    found = judged("mmlu_pro", prompts, ["the answer is (B)", *["the answer is A"] * 13])
-    assert found["rewards"] == [1.0, *[0.0] * 13]
+    few = [row["question"] for row in harness.rows("mmlu_pro", {"num_fewshot": 1, "rows": 15}, None)]
+    assert few == shown[:15]
+    found = judged("mmlu_pro", prompts, ["the answer is (B)", *["the answer is A"] * 27])
+    assert found["rewards"] == [1.0, *[0.0] * 27]
 
 
 def test_no_row_is_among_its_own_examples() -> None:
