@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     measures: tuple[str, ...]
     """Names of its scores of one completion. The first is its reward."""
     stop: tuple[str, ...]
-    """Texts that end a completion."""
+    """Texts that end a completion: those that all tasks of a group share."""
     max_tokens: int
     """New tokens of a completion at most."""
 
@@ -98,12 +98,25 @@ def _rows_of(name: str, task: Any, given: TaskOptions) -> Iterator[dict[str, obj
 
 
 def settings_of(name: str, options: _Options) -> Settings:
-    """Return how a task is sampled and judged. Raises like `rows`."""
+    """Return how a task is sampled and judged. Raises like `rows`, and DataError for a group of unlike tasks."""
     _validated(name, options)
-    first = next(iter(_tasks(name, _key(options)).values()))
-    generation = first.config.generation_kwargs or {}
-    stop = tuple(text for text in _until(first) if text)
-    return Settings(tuple(_measures(first)), stop, int(generation.get("max_gen_toks", _LENGTH)))
+    each = [_settings(task) for task in _tasks(name, _key(options)).values()]
+    (first, own), *others = each
+    for other, its in others:
+        if (its.measures, its.max_tokens) != (own.measures, own.max_tokens):
+            raise DataError(
+                f"{NAME}:{name}: its tasks are sampled or judged in different ways: {first} draws {own.max_tokens} "
+                f"tokens and has {', '.join(own.measures)}, {other} {its.max_tokens} and {', '.join(its.measures)}: "
+                "take one of its tasks"
+            )
+    # Each completion is cut at its own task's texts before it is judged.
+    shared = tuple(text for text in own.stop if all(text in its.stop for _, its in others))
+    return own._replace(stop=shared)
+
+
+def _settings(task: Any) -> tuple[str, Settings]:
+    limit = int((task.config.generation_kwargs or {}).get("max_gen_toks", _LENGTH))
+    return str(task.config.task), Settings(tuple(_measures(task)), tuple(text for text in _until(task) if text), limit)
 
 
 def named(text: str) -> str:

@@ -185,6 +185,29 @@ def test_a_group_has_the_rows_of_each_of_its_tasks(hub: Hub) -> None:
     assert found["rewards"] == [1.0, *[0.0] * 27]
 
 
+def group_of(*tasks: str, **aggregation: object) -> str:
+    """Write a group of tasks, each from lines of YAML, and return its file."""
+    common = (
+        "dataset_path: openai/gsm8k\ndataset_name: main\ntest_split: test\noutput_type: generate_until\n"
+        "doc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\nmetric_list:\n"
+        "  - {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
+    )
+    Path("mine").mkdir(exist_ok=True)
+    for at, lines in enumerate(tasks):
+        Path(f"mine/own_{at}.yaml").write_text(f"task: own_{at}\n{common}generation_kwargs: {lines}\n", "utf-8")
+    table = {"group": "own", "task": [f"own_{at}" for at in range(len(tasks))], **aggregation}
+    Path("mine/own.yaml").write_text(json.dumps(table), "utf-8")
+    return "mine/own.yaml"
+
+
+def test_a_group_is_sampled_by_what_its_tasks_share() -> None:
+    mine = group_of('{until: ["\\n", "Q:"]}', '{until: ["\\n", "F:"]}')
+    assert harness.settings_of(mine, {}) == harness.Settings(("exact_match",), ("\n",), 256)
+    mine = group_of('{until: ["\\n"]}', '{until: ["\\n"], max_gen_toks: 9}')
+    with pytest.raises(MeshrlError, match=r"own_0 draws 256 tokens and has exact_match, own_1 9 and exact_match"):
+        harness.settings_of(mine, {"num_fewshot": 0})
+
+
 def test_no_row_is_among_its_own_examples() -> None:
     rows = list(harness.rows("gsm8k", {"split": "train", "num_fewshot": 7}, None))
     assert len(rows) == len(SUMS)
