@@ -212,11 +212,16 @@ def _scores(source: str, name: str, doc: bytes, completion: str) -> Mapping[str,
     for measure, (metric, by) in _measures(task).items():
         if by not in by_filter:
             by_filter[by] = task.process_results(row, [made.filtered_resps[by]])
-        scored = by_filter[by]
-        # A function that scores several at once has a name of its own.
-        value = scored[metric] if metric in scored else next(iter(scored.values()))
-        found[measure] = float(value)
+        found[measure] = _value(task, metric, by_filter[by])
     return found
+
+
+def _value(task: Any, metric: str, scored: Mapping[str, Any]) -> float:
+    if metric in scored:
+        return float(scored[metric])
+    if len(task._metric_fn_list) == len(scored) == 1:  # a function has a name, and what it measures another
+        return float(next(iter(scored.values())))
+    raise ValueError(f"{task.config.task} has the scores {', '.join(scored)}, and none is named {metric!r}")
 
 
 def _measures(task: Any) -> Mapping[str, tuple[str, str]]:
