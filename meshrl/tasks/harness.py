@@ -448,7 +448,8 @@ def _check(source: str, task: Any) -> None:
     if not _measures(task):
         raise DataError(f"{where} has no score of a single completion: {', '.join(task.aggregation())} join them all")
     if getattr(task, "UNSAFE_CODE", False):
-        if not any(_uses_sandbox(each.get("metric")) for each in task.config.metric_list or ()):
+        metrics = [each.get("metric") for each in task.config.metric_list or ()]
+        if callable(task.config.process_results) or not metrics or not all(map(_uses_sandbox, metrics)):
             raise DataError(f"{where} runs what a model wrote by code of its own, without the sandbox")
         check_safe()
 
