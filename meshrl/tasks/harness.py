@@ -205,8 +205,8 @@ def _scores(source: str, name: str, doc: bytes, completion: str) -> Mapping[str,
     made = import_module(f"{NAME}.api.instance").Instance(
         request_type=_WRITES, doc=row, arguments=(), idx=0, metadata=(name, 0, 1), resps=[answer]
     )
-    task._instances = [made]
-    task.apply_filters()
+    for each in task._filters:
+        each.apply([made])
     found: dict[str, float] = {}
     by_filter: dict[str, Mapping[str, Any]] = {}
     for measure, (metric, by) in _measures(task).items():
