@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, cast
 import msgspec
 from pydantic import Field
 
+from meshrl import log
 from meshrl.config import Config, Table, validate
 from meshrl.errors import ConfigError, DataError, MachineFault, described, did_you_mean
 from meshrl.tasks.sandbox import check_safe, run_tests_here
@@ -369,7 +370,11 @@ def _build(source: str, name: str, overrides: Mapping[str, object]) -> Mapping[s
     _check_writes(f"{NAME}:{name}", (entry.cfg or {}).get("output_type", _WRITES))
     with _code_in_sandbox():
         made = manager._factory.build(entry, overrides=dict(overrides), registry=known)
-    return cast("Mapping[str, Any]", manager.load(made)["tasks"])
+    loaded = manager.load(made)
+    for group, own in loaded["groups"].items():
+        if any(not each.weight_by_size for each in own.aggregate_metric_list or ()):
+            log.warning(f"{NAME}:{group}: the library's score of this group weighs its tasks alike, and here rows do")
+    return cast("Mapping[str, Any]", loaded["tasks"])
 
 
 @cache

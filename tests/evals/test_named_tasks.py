@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from huggingface_hub import constants
+from structlog.testing import capture_logs
 
 from meshrl import NewModel, PolicyConfig, RewardConfig, TaskConfig
 from meshrl.data import Batch
@@ -206,6 +207,14 @@ def test_a_group_is_sampled_by_what_its_tasks_share() -> None:
     mine = group_of('{until: ["\\n"]}', '{until: ["\\n"], max_gen_toks: 9}')
     with pytest.raises(MeshrlError, match=r"own_0 draws 256 tokens and has exact_match, own_1 9 and exact_match"):
         harness.settings_of(mine, {"num_fewshot": 0})
+
+
+def test_a_group_that_weighs_its_tasks_alike_is_named() -> None:
+    measured = [{"metric": "exact_match", "aggregation": "mean", "weight_by_size": False}]
+    mine = group_of("{until: []}", "{until: []}", aggregate_metric_list=measured)
+    with capture_logs() as logs:
+        harness.settings_of(mine, {"num_fewshot": 0, "split": "test"})
+    assert any("weighs its tasks alike" in each["event"] for each in logs)
 
 
 def test_no_row_is_among_its_own_examples() -> None:
