@@ -90,12 +90,12 @@ def train(
     given = settings(task, overrides)
     table = recipe(task, model, given)
     text = recipe_text(task, table)
+    job = make_job(Path(f"{task}.toml"), table, Path(), given)
     if save:
         write(save, text.encode())
         return
     typer.echo(text)
-    job = _examined(make_job(Path(f"{task}.toml"), table, Path(), given), given, memory=False)
-    _show_summary(_run_to_end(pin(job)))
+    _show_summary(_run_to_end(pin(_examined(job, given, memory=False))))
 
 
 @app.command(context_settings=WITH_SETTINGS)

@@ -289,6 +289,8 @@ def test_a_recipe_is_saved_to_be_edited_and_checked(model: str) -> None:
     text = Path("mine.toml").read_text("utf-8")
     assert text.startswith("# GRPO on gsm8k\n")
     done("check", "mine.toml", "evaluation.rows=1")
+    assert "no such key" in refused("train", "gsm8k", "--model", model, "--save", "other.toml", "setps=1")
+    assert not Path("other.toml").exists()
 
 
 def test_each_task_that_the_page_names_has_answers_that_a_model_writes() -> None:
