@@ -5,13 +5,14 @@ Its harness is a loop in the environment's own process, so an episode starts no 
 
 import json
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from functools import cached_property
 from random import Random
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
-from verifiers.v1.harnesses.utils.mcp import MCPConnection
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["SpellingHarness", "SpellingTaskset"]
 
@@ -71,23 +72,7 @@ class SpellingHarness(vf.Harness[vf.HarnessConfig]):
 
     @cached_property
     def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=600)
-
-    @cached_property
-    def _servers(self) -> dict[str, tuple[MCPConnection, list[dict[str, Any]]]]:
-        """Connections to servers of tools, with the tools that each offers."""
-        return {}
-
-    async def _server(self, url: str) -> tuple[MCPConnection, list[dict[str, Any]]]:
-        if url not in self._servers:
-            server = MCPConnection({"url": url})
-            listed = await server.run(lambda client: client.list_tools())
-            functions = [
-                {"name": each.name, "description": each.description, "parameters": each.input_schema}
-                for each in listed.tools
-            ]
-            self._servers[url] = server, [{"type": "function", "function": each} for each in functions]
-        return self._servers[url]
+        return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
 
     async def launch(
         self,
@@ -100,24 +85,24 @@ class SpellingHarness(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         (url,) = mcp_urls.values()
-        server, tools = await self._server(url)
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
-        for _ in range(3):
-            told = await self._http.post(
-                f"{endpoint}/chat/completions",
-                headers={"Authorization": f"Bearer {secret}"},
-                json={"model": ctx.model, "messages": messages, "tools": tools},
-            )
-            told.raise_for_status()
-            message = told.json()["choices"][0]["message"]
-            messages.append(message)
-            if not message.get("tool_calls"):
-                break
-            for call in message["tool_calls"]:
-                name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-                result = await server.run(lambda client: client.call_tool(name, arguments))  # noqa: B023 -- awaited here
-                text = "".join(part.text for part in result.content if part.type == "text")
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        async with AsyncExitStack() as stack:
+            tools, owners, servers = await connect_mcp({"mcpServers": {"": {"url": url}}}, stack)
+            for _ in range(3):
+                told = await self._http.post(
+                    f"{endpoint}/chat/completions",
+                    headers={"Authorization": f"Bearer {secret}"},
+                    json={"model": ctx.model, "messages": messages, "tools": tools},
+                )
+                told.raise_for_status()
+                message = told.json()["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    break
+                for call in message["tool_calls"]:
+                    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+                    text = await call_mcp(servers, owners, name, arguments)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
