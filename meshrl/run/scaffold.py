@@ -85,8 +85,9 @@ def _config(shipped: str, script: str, folder: Path, environment: str) -> str:
     table = _TABLE.replace("PROMPT", "{question}" if "\n[agent]\n" in text else "{question}>")
     program = f'"{_PROGRAM}:solve"'
     if environment:
-        table = f'[task]\nsource = "{environment}"\nheld_out = "all"\n'
-        program = f'"{environment}"\n\n[agent.options.env.agent]\nruntime = {{ type = "subprocess" }}'
+        options = '.options.env.agent]\nruntime = { type = "subprocess" }'  # of both, which then share a process
+        table = f'[task]\nsource = "{environment}"\nheld_out = "all"\n\n[task{options}\n'
+        program = f'"{environment}"\n\n[agent{options}'
     changes = {
         r"^algorithm\s*=.*$": f'algorithm = "{script}"',
         r"(?<=^\[run\]\n)name\s*=.*$": f'name = "{name}"',
