@@ -21,9 +21,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Self, cast
+from typing import Annotated, Final, Self, cast
 
 import msgspec
+import numpy as np
 import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
@@ -63,7 +64,7 @@ class Feedback(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     """The id of an answer, as its client got it, or of a recorded row."""
-    reward: float | None = None
+    reward: Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)] | None = None
     label: bool | None = None
 
 
@@ -132,7 +133,8 @@ class Session:
 
     def new_call(self) -> str:
         """A new id for a tool call."""
-        return f"call{next(self._calls):05}"  # nine letters and digits, as templates of Mistral require
+        number = np.base_repr(next(self._calls), 36)
+        return f"call{number:0>5}"  # nine letters and digits, as templates of Mistral require
 
 
 class Gateway:
@@ -332,7 +334,9 @@ class Gateway:
         for choice in choices:
             conversation.answer(prompt, choice.drawn, choice.said)
             session.askers.append(request.headers.get("x-session-id", ""))
-        reply = body.reply(asked, f"{session.id}-{len(conversation)}", choices, len(prompt.tokens), self._chat)
+        last, first = len(conversation), len(conversation) - len(choices) + 1
+        name = f"{session.id}-{last}" if first == last else f"{session.id}-{first}-{last}"  # of no answer alone
+        reply = body.reply(asked, name, choices, len(prompt.tokens), self._chat)
         if body.stream:
             return protocol.EventStream(reply.events(), self.config.timeout)
         return protocol.json_response(200, reply.whole())

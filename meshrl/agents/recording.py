@@ -97,8 +97,8 @@ class Recording:
 
     @property
     def feedback(self) -> Path:
-        """The file of what was said about answers, `feedback.jsonl` next to the rows."""
-        return self.file.with_name("feedback.jsonl")
+        """The file of what was said about answers, next to the rows: `rows.feedback.jsonl` for `rows.jsonl`."""
+        return self.file.with_name(f"{self.file.stem}.feedback.jsonl")
 
     def judge(self, told: Feedback) -> None:
         """Append feedback. OSError if the disk has no room for it."""
@@ -246,6 +246,9 @@ def recorded(batch: Batch, feedback: Path | None = None) -> Batch:
         batch = batch.assign(images=Images.of(files))
     if feedback is not None:
         rewards, labels = _feedback_in(feedback)
+        names = {str(name) for row in rows for name in [row["id"], *row.get("answers", [])]}
+        if strangers := (rewards.keys() | labels.keys()) - names:
+            log.info(f"{len(strangers)} ids in {feedback} are of no row here", such_as=min(strangers))
         batch = batch.assign(
             rewards=np.array([_said_of(row, rewards, np.nan) for row in rows], np.float32),
             label=[_said_of(row, labels, None) for row in rows],
@@ -256,10 +259,13 @@ def recorded(batch: Batch, feedback: Path | None = None) -> Batch:
 def _feedback_in(file: Path) -> tuple[Mapping[str, float], Mapping[str, bool]]:
     """Return the last reward and the last label of each id. There may be no file."""
     rewards, labels = dict[str, float](), dict[str, bool]()
-    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
+    lines = file.read_bytes().split(b"\n") if file.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             told = msgspec.json.decode(line, type=Feedback)
         except msgspec.MsgspecError as error:
+            if number == len(lines):
+                break  # nothing, or a line that is being written
             raise DataError(f"{file}, line {number}: {error}") from error
         name = _ANSWER.search(told.id)
         for values, value in ((rewards, told.reward), (labels, told.label)):

@@ -248,6 +248,7 @@ def test_feedback_comes_later_than_its_answers(tmp_path: Path) -> None:
         for wrong, message in (
             ({"id": "x"}, "a reward, a label, or both"),
             ({"reward": 1.0}, "missing required field"),
+            ({"id": "x", "reward": 1e300}, "<= 1e"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 await say(client, **wrong)
@@ -255,10 +256,25 @@ def test_feedback_comes_later_than_its_answers(tmp_path: Path) -> None:
     said_in_a_script(tmp_path, program)
     source = TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{id}", answer="{completion}", held_out=0)
     task = Task.load(source).train
-    batch = recorded(task, tmp_path / "feedback.jsonl")
+    batch = recorded(task, tmp_path / "rows.feedback.jsonl")
     assert np.array_equal(batch.rewards, np.array([1.0, np.nan, np.nan], np.float32), equal_nan=True)
     assert batch.objects("label") == (None, False, None)
-    (tmp_path / "feedback.jsonl").write_bytes(b'{"id": "a", "reward": "good"}\n')
-    with pytest.raises(DataError, match=r"feedback.jsonl, line 1: Expected `float \| null`"):
-        recorded(task, tmp_path / "feedback.jsonl")
+    with (tmp_path / "rows.feedback.jsonl").open("ab") as being_written:
+        being_written.write(b'{"id": "a", "rew')
+    assert recorded(task, tmp_path / "rows.feedback.jsonl").objects("label") == (None, False, None)
+    (tmp_path / "rows.feedback.jsonl").write_bytes(b'{"id": "a", "reward": "good"}\n')
+    with pytest.raises(DataError, match=r"rows.feedback.jsonl, line 1: Expected `float \| null`"):
+        recorded(task, tmp_path / "rows.feedback.jsonl")
     assert "rewards" not in recorded(task)
+
+
+def test_an_id_of_several_answers_names_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def program(client: openai.AsyncOpenAI, _: openai.AsyncOpenAI) -> None:
+        told = await client.chat.completions.create(model="", messages=[{"role": "user", "content": "a"}], n=2)
+        await client.post("/feedback", body={"id": told.id, "reward": 1.0}, cast_to=object)
+
+    said_in_a_script(tmp_path, program)
+    source = TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{id}", answer="{completion}", held_out=0)
+    batch = recorded(Task.load(source).train, tmp_path / "rows.feedback.jsonl")
+    assert np.isnan(batch.rewards).all()
+    assert "1 ids in" in capsys.readouterr().err
