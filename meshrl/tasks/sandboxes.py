@@ -418,8 +418,8 @@ class _Container(_Commands):
             if not in_time:  # also when cancelled
                 await self._end(client, output.first.decode().strip())
         if not output.first and in_time:
-            why = _told(client.returncode, told.kept)
-            raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {why}")
+            cause = _told(client.returncode, told.kept)
+            raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {cause}")
         return client.returncode if in_time else None, bytes(output.kept), output.size - len(output.kept)
 
     async def _end(self, client: Process, process: str) -> None:
