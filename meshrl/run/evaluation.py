@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from meshrl.config import Config, Table, load_toml, validate
 from meshrl.data import IMAGES, Batch, Images, known_mean, prompt_text, why_unknown
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import DataError
+from meshrl.errors import ConfigError, DataError, did_you_mean
 from meshrl.mesh import Mesh
 from meshrl.observe import table_of
 from meshrl.overlap import Score, publish, rollout
@@ -400,7 +400,11 @@ async def evaluate_run(run: Path, options: EvalOptions) -> Evaluation:
     file = run / "config.toml"
     table, policy = read_policy(run)
     if options.task is not None and _is_named(options.task):
-        tables = harness.tables(options.task, {"rows": options.rows} if options.rows else {})
+        try:
+            tables = harness.tables(options.task, {"rows": options.rows} if options.rows else {})
+        except ConfigError as error:
+            near = did_you_mean(options.task, shipped_configs())
+            raise ConfigError(f"{error}; as a configuration: {near}" if near else str(error)) from error
         table = {**table, **tables, "sampling": {**table_of(table, "sampling"), **table_of(tables, "sampling")}}
     prompts, source = _prompts(file, table, options)
     sampling = _sampling(file, table, options)
