@@ -123,7 +123,7 @@ USES = {
 }
 NIGHTLY = USES.keys() - {"torch"}
 """What `make test` leaves to `make test-all`."""
-ELSEWHERE = {"all", "dev", "docs", "gpu", "mcp", "sglang", "vllm"}
+ELSEWHERE = {"all", "dev", "docs", "evals", "gpu", "mcp", "sglang", "vllm"}
 """Extras that are several of the others, for contributors, or whose packages this environment lacks."""
 
 
