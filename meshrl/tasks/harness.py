@@ -287,7 +287,7 @@ def _check_shots(task: Any, given: TaskOptions, shots: int) -> bool:
 
 
 def _example_split(task: Any) -> str | None:
-    """Return the split that a task's examples are of, by the library's rule. None if it has some of its own."""
+    """Return the split that a task's examples are of, by the library's rule. None if the task names examples itself."""
     config, shown = task.config, task.fewshot_cfg
     if shown.split is not None:
         return str(shown.split)
