@@ -8,7 +8,7 @@ import numpy as np
 import tomli_w
 
 from meshrl.config import Config, Table, apply_overrides, validate
-from meshrl.data import Metrics
+from meshrl.data import Batch, Metrics
 from meshrl.observe import table_of
 from meshrl.roles import Reward, Sampler, SamplerConfig, Sampling
 from meshrl.run.config import RunConfig
@@ -65,9 +65,12 @@ async def evaluate_task(model: str, options: EvalOptions, overrides: Sequence[st
     async with Run(config.run, config.model_dump(mode="json")) as run:
         sampler = await run.spawn(Sampler, config.sampler)
         reward = await run.spawn(Reward, config.reward)
+        judgements: list[tuple[Batch, Batch | None]] = []
         async for _ in run.steps(1):
             greedy, sampled = await judged(sampler, prompts, config.sampling, reward.score, n=options.n)
+            judgements.append((greedy, sampled))
             await run.record(Metrics({}), greedy if sampled is None else sampled)
+        ((greedy, sampled),) = judgements
         sampling = config.sampling.temperature
         result = estimated(model, f"{harness.NAME}:{name}", greedy, sampled, options, sampling)
         run.summary(**{key: each.value for key, each in result.lines()})

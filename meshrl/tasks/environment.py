@@ -229,7 +229,7 @@ class Instances(Sandboxes):
     def reset(self, number: int, row: Row) -> object:
         """Make an instance, and call its `reset`."""
         instance = self._instances[number] = self._make()
-        reset: Callable[..., object] = instance.reset
+        reset = cast("Callable[..., object]", instance.reset)
         return reset(row, sandbox=self.of(number)) if self._has_sandbox else reset(row)
 
     def step(self, number: int, completion: str) -> object:

@@ -6,7 +6,7 @@ that a model wrote.
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
@@ -492,7 +492,7 @@ def _passes(code: str, tests: str) -> bool:
 
 
 @contextmanager
-def _code_in_sandbox() -> Iterator[None]:
+def _code_in_sandbox() -> Generator[None]:
     """Give the library's tasks the sandbox for `code_eval`, while they are loaded."""
     metrics: Any = import_module("evaluate")
     load = metrics.load

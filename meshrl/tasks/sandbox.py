@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -212,7 +212,7 @@ def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None
 
 
 @contextmanager
-def prepared(limits: Limits) -> Iterator[tuple[Sequence[str], Path, dict[str, object]]]:
+def prepared(limits: Limits) -> Generator[tuple[Sequence[str], Path, dict[str, object]]]:
     """Make the folder of a sandbox, and remove it at the end.
 
     Gives the command that runs `sandbox_worker.py`, its folder, and the limits that it reads.

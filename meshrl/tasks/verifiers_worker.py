@@ -69,7 +69,8 @@ class Worker:
 
     async def _end(self) -> None:
         """Cancel the episodes, which remove their boxes, and end what they share."""
-        for tasks in (self._episodes, {self._holding} if self._holding else set()):
+        groups: list[set[asyncio.Task[Any]]] = [{*self._episodes}, {self._holding} if self._holding else set()]
+        for tasks in groups:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

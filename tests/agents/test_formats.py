@@ -100,8 +100,10 @@ def bars(name: str) -> str:
 
 
 DEEPSEEK = [bars(f"tool▁{each}") for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
-KIMI = ["tool_calls_section_begin", "tool_call_begin", "tool_call_argument_begin", "tool_call_end"]
-KIMI = [f"<|{each}|>" for each in (*KIMI, "tool_calls_section_end")]
+KIMI = [
+    f"<|tool_{each}|>"
+    for each in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+]
 HARMONY = [f"<|{each}|>" for each in ("start", "end", "message", "channel", "constrain", "return", "call")]
 
 
@@ -231,8 +233,8 @@ WORDS: Final = [
 @cache
 def chat_of(family: Family) -> Any:
     end = family.turn[2]
-    specials = tuple(dict.fromkeys([*family.specials, *(["<|im_start|>"] if end == "<|im_end|>" else [])]))
-    more = tuple(each for each in specials if each != end)
+    opening = ("<|im_start|>",) if end == "<|im_end|>" else ()
+    more = tuple({each: None for each in (*family.specials, *opening) if each != end})
     ends = (family.call_end,) if family.call_end else ()
     shape = Shape(family.name, "bytes", family.template, end, None, more, ends=ends)
     tokenizer = shape.tokenizer()

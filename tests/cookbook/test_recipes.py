@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -64,7 +64,7 @@ def environment(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @contextmanager
-def environment_of(folder: Path, place: Path) -> Iterator[dict[str, str]]:
+def environment_of(folder: Path, place: Path) -> Generator[dict[str, str]]:
     """What a recipe needs: a server of a model, and a hub with its tokenizer and the data."""
     config = table(str(folder), place)
     config["tinker"]["model"] = MODEL

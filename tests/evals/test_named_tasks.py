@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from huggingface_hub import constants
 from structlog.testing import capture_logs
@@ -121,7 +122,7 @@ def judged(name: str, prompts: Batch, completions: Sequence[str]) -> Mapping[str
     return {
         name: column.tolist()
         for name in scored.names
-        if name.startswith("reward") and hasattr(column := scored.columns[name], "tolist")
+        if name.startswith("reward") and isinstance(column := scored.columns[name], np.ndarray)
     }
 
 

@@ -138,7 +138,7 @@ def host() -> Iterator[str]:
                 self.wfile.flush()
                 asked.wait()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the library's name
             """Say nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -23,7 +23,12 @@ def a_run(folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0,
     luck, hard = np.random.default_rng(seed + 1), np.random.default_rng(7).uniform(0.0, 1.0, 200)
     rewards = (0.5 + better) * np.arange(STEPS) / STEPS + luck.uniform(-0.05, 0.05, STEPS)
     right = (hard + luck.uniform(-0.1, 0.1, 200) < 0.5 + better).astype(float)
-    sample = {"step": 80, "prompt": f"{HOSTILE}>", "completion": f"{folder.name} {HOSTILE}", "reward": 0.5}
+    sample: dict[str, object] = {
+        "step": 80,
+        "prompt": f"{HOSTILE}>",
+        "completion": f"{folder.name} {HOSTILE}",
+        "reward": 0.5,
+    }
     sample["images"] = ["data:image/png;base64,"]
     folder.mkdir(parents=True)
     write(

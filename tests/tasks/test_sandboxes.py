@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -367,7 +367,7 @@ def test_sandboxes_end_with_what_is_cancelled(stub: Any, tmp_path: Path) -> None
 
 
 class Waiting(ScriptedSampler):
-    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> Any:
+    async def generate(self, prompts: rl.Batch, sampling: rl.Sampling) -> AsyncIterator[rl.Batch]:
         await asyncio.sleep(1000)
         async for batch in super().generate(prompts, sampling):
             yield batch

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 @contextmanager
-def openenv_server() -> Iterator[str]:
+def openenv_server() -> Generator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with subprocess.Popen([PYTHON, "-P", PROGRAMS / "open_guess.py", str(port)]) as process:
