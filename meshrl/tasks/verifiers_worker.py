@@ -49,7 +49,7 @@ class Worker:
         self._seats = [*import_module("verifiers.v1.configs.agent").agent_config_fields(self._env.config)]
         _share_connections()
         self._numbers = count()
-        self.ended = asyncio.Event()
+        self.ended: asyncio.Event = asyncio.Event()
         """Set after the request to end."""
         self._holding: asyncio.Task[None] | None = None
         self._episodes: set[asyncio.Task[Json]] = set()

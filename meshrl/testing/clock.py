@@ -310,9 +310,7 @@ def simulate(
     notebook, the simulation runs in another thread while this one waits.
     """
     run = partial(_run, main, VirtualLoop(seed, time_limit, before_each))
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:  # noqa: SLF001 -- the public one raises
         return run()
     with ThreadPoolExecutor(1, "meshrl-simulation") as thread:
         return thread.submit(copy_context().run, run).result()
