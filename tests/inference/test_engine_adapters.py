@@ -95,13 +95,11 @@ async def test_rows_change_to_a_version_that_comes_in_flight(adapted: EngineSamp
         with pytest.raises(DataError, match="'maths' decodes rows of 1 calls"):
             await adapted.drop_adapter("maths")
         await adapted.load((await made.weights("maths")).with_version(6))
-        while not any((batch.versions.values == 6).any() for batch in drawn[1:]):
+        # Short rows that began after the load may end before the long ones that were in progress.
+        while {5, 6} not in (seen := [set(row.tolist()) - {-1} for batch in drawn for row in batch.versions]):
             drawn.append(await anext(stream))
-    ended = Batch.concat(drawn)
-    await check_logprobs(made, ended, 6)
-    seen = [set(row.tolist()) - {-1} for row in ended.versions]
+    await check_logprobs(made, Batch.concat(drawn), 6)
     assert {5} in seen
-    assert {5, 6} in seen
 
 
 async def test_an_adapter_that_did_not_arrive_or_does_not_fit_is_refused(adapted: EngineSampler) -> None:
