@@ -175,6 +175,7 @@ def test_rl_loop_runs_to_its_end(environment: dict[str, str], tmp_path: Path) ->
     assert [json.loads(each)["name"] for each in checkpoints] == ["000002", "final"]
 
 
+@pytest.mark.timeout(3600)
 def test_math_rl_makes_a_model_that_knows_sums_say_them(folder: Path, tmp_path: Path) -> None:
     settings = ("env=arithmetic", f"groups_per_batch={PROBLEMS}", "group_size=16", f"max_steps={STEPS}", "lora_rank=8")
     with environment_of(half_taught(folder, tmp_path / "taught"), tmp_path / "served") as environment:
