@@ -248,49 +248,48 @@ class Gateway:
         """Answer requests of this kind in an open session. Without a kind, list the models. Errors become responses."""
 
         async def endpoint(request: Request) -> Response:
-            failed = partial(_failed, request.url.path)
-            session = self._session_of(request)
-            if session is None:
-                return failed(401, "no open session of this URL has this key: use the url and the token of one")
-            if kind is None:
-                return protocol.json_response(200, _MODELS)
-            try:
+            async def answer(session: Session) -> Response:
+                if kind is None:
+                    return protocol.json_response(200, _MODELS)
                 return await self._answered(session, request, protocol.decoded(await self._body(request), kind))
-            except ClientDisconnect:
-                return Response(status_code=_LEFT)
-            except TimeoutError:
-                return failed(408, "the body did not come in time (timeout)")
-            except _Refused as error:
-                return failed(error.status, str(error), error.code)
-            except (DataError, _SamplerFailed) as error:
-                return failed(400 if isinstance(error, DataError) else 500, str(error))
+
+            return await self._in_session(request, answer)
 
         return endpoint
 
     async def _feedback(self, request: Request) -> Response:
         """Keep what somebody thinks of an answer."""
+
+        async def answer(session: Session) -> Response:
+            if session.feedback is None:
+                raise _Refused(404, "nobody keeps feedback here: `meshrl record` does")
+            feedback = protocol.decoded(await self._body(request), Feedback)
+            if feedback.reward is None and feedback.label is None:
+                raise DataError("feedback has a reward, a label, or both, and this has none")
+            try:
+                session.feedback(feedback)
+            except OSError as error:
+                raise _Refused(507, f"it cannot be kept: {described(error)}") from error
+            return protocol.json_response(200, {"id": feedback.id})
+
+        return await self._in_session(request, answer)
+
+    async def _in_session(self, request: Request, answer: Callable[[Session], Awaitable[Response]]) -> Response:
+        """Return the answer to a request of an open session, or why there is none."""
         failed = partial(_failed, request.url.path)
         session = self._session_of(request)
         if session is None:
             return failed(401, "no open session of this URL has this key: use the url and the token of one")
-        if session.feedback is None:
-            return failed(404, "nobody keeps feedback here: `meshrl record` does")
         try:
-            told = protocol.decoded(await self._body(request), Feedback)
-            if told.reward is None and told.label is None:
-                raise DataError("feedback has a reward, a label, or both, and this has none")
-            session.feedback(told)
+            return await answer(session)
         except ClientDisconnect:
             return Response(status_code=_LEFT)
         except TimeoutError:
             return failed(408, "the body did not come in time (timeout)")
         except _Refused as error:
             return failed(error.status, str(error), error.code)
-        except DataError as error:
-            return failed(400, str(error))
-        except OSError as error:
-            return failed(507, f"it cannot be kept: {described(error)}")
-        return protocol.json_response(200, {"id": told.id})
+        except (DataError, _SamplerFailed) as error:
+            return failed(400 if isinstance(error, DataError) else 500, str(error))
 
     def _session_of(self, request: Request) -> Session | None:
         session = self._sessions.get(str(request.path_params.get("session")))
