@@ -100,9 +100,9 @@ class Recording:
         """The file of what was said about answers, next to the rows: `rows.feedback.jsonl` for `rows.jsonl`."""
         return self.file.with_name(f"{self.file.stem}.feedback.jsonl")
 
-    def judge(self, told: Feedback) -> None:
+    def judge(self, feedback: Feedback) -> None:
         """Append feedback. OSError if the disk has no room for it."""
-        _append(self.feedback, [msgspec.json.encode(told) + b"\n"])
+        _append(self.feedback, [msgspec.json.encode(feedback) + b"\n"])
 
     def _line(self, session: str, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
         tokens, drawn = batch.tokens[row].tolist(), transcript.drawn.tokens.tolist()
@@ -262,15 +262,15 @@ def _feedback_in(file: Path) -> tuple[Mapping[str, float], Mapping[str, bool]]:
     lines = file.read_bytes().split(b"\n") if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            told = msgspec.json.decode(line, type=Feedback)
+            feedback = msgspec.json.decode(line, type=Feedback)
         except msgspec.MsgspecError as error:
             if number == len(lines):
                 break  # nothing, or a line that is being written
             raise DataError(f"{file}, line {number}: {error}") from error
-        name = _ANSWER.search(told.id)
-        for values, value in ((rewards, told.reward), (labels, told.label)):
+        name = _ANSWER.search(feedback.id)
+        for values, value in ((rewards, feedback.reward), (labels, feedback.label)):
             if value is not None:
-                cast("dict[str, object]", values)[name.group() if name else told.id] = value
+                cast("dict[str, object]", values)[name.group() if name else feedback.id] = value
     return rewards, labels
 
 

@@ -232,18 +232,20 @@ class _Commands(ABC):
         line = ["sh", "-c", 'cat < "$1"', "sh", path]
         status, content, left_out = await self._in_turn(line, 60.0, b"", _FILE)
         if status or status is None or left_out:
-            why = f"it has {len(content) + left_out} bytes, more than {_FILE}" if left_out else _told(status, content)
+            why = (
+                f"it has {len(content) + left_out} bytes, more than {_FILE}" if left_out else _message(status, content)
+            )
             raise SandboxError(f"{path} of the sandbox cannot be read: {why}")
         return content
 
     async def write(self, path: str, content: bytes | str) -> None:
         folder = str(PurePosixPath(path).parent)
         line = ["sh", "-c", 'mkdir -p -- "$1" && cat > "$2"', "sh", folder, path]
-        status, said, _ = await self._in_turn(
+        status, output, _ = await self._in_turn(
             line, 60.0, content.encode() if isinstance(content, str) else content, _READ
         )
         if status != 0:
-            raise SandboxError(f"{path} of the sandbox cannot be written: {_told(status, said)}")
+            raise SandboxError(f"{path} of the sandbox cannot be written: {_message(status, output)}")
 
     async def _in_turn(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
         _check(command, seconds, given, most)
@@ -271,7 +273,7 @@ class _Commands(ABC):
         while (line := await output.readline()) != b"ready\n":
             if not line:
                 await told.read(process.stderr)
-                raise SandboxError(f"status {await process.wait()}: {_told(0, told.kept)}")
+                raise SandboxError(f"status {await process.wait()}: {_message(0, told.kept)}")
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -302,8 +304,8 @@ def _check(command: Sequence[object], seconds: float, given: object, most: objec
         raise ValueError(f"output_bytes = {most}: it is at least 0")
 
 
-def _told(status: int | None, said: bytes | bytearray) -> str:
-    text = said[-400:].decode(errors="replace").strip() or f"status {status}"
+def _message(status: int | None, output: bytes | bytearray) -> str:
+    text = output[-400:].decode(errors="replace").strip() or f"status {status}"
     return "it took too long" if status is None else text
 
 
@@ -418,7 +420,7 @@ class _Container(_Commands):
             if not in_time:  # also when cancelled
                 await self._end(client, output.first.decode().strip())
         if not output.first and in_time:
-            cause = _told(client.returncode, told.kept)
+            cause = _message(client.returncode, told.kept)
             raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {cause}")
         return client.returncode if in_time else None, bytes(output.kept), output.size - len(output.kept)
 
