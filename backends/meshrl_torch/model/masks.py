@@ -109,9 +109,13 @@ class _Spelled:
         self.bos_token_id = None
         self._ids = {text: number for number, text in enumerate(self.tokens) if number not in self.special_token_ids}
         self._longest = max(map(len, self._ids), default=1)
+        self._encoded = lru_cache(_KEPT)(self._encode)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Encode a text in UTF-8 up to a character that has no token."""
+        """Encode a text in UTF-8 up to a character that has no token. Grammars ask for the same texts at each token."""
+        return self._encoded(text)
+
+    def _encode(self, text: bytes) -> list[int]:
         ids, at = list[int](), 0
         while at < len(text):
             fits = (text[at : at + size] for size in range(self._longest, 0, -1))
@@ -183,12 +187,11 @@ class Grammars:
 
     def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
         """Return the tokens that each state allows next. A row has none if no token can follow."""
-        from llguidance.numpy import fill_next_token_bitmask  # noqa: PLC0415 -- an extra
-
         bits = np.full((len(matchers), (self._known + 31) // 32), ALL, np.int32)
+        start, size = bits.ctypes.data, bits.strides[0]
         for row, matcher in enumerate(matchers):
             if matcher is not None:
-                fill_next_token_bitmask(matcher, bits, row)
+                matcher.unsafe_compute_mask_ptr(start + row * size, size)
                 if matcher.is_error():
                     bits[row] = 0
         return bits

@@ -239,7 +239,8 @@ class Decoder:
         own = versions_of(self._request.adapters[row], versions)
         matchers = self._matchers[here].tolist()
         kept = np.full(len(matchers), -1)  # of a row that ends here, its number of tokens
-        if any(matcher is not None for matcher in matchers):
+        held = [at for at, matcher in enumerate(matchers) if matcher is not None]
+        if held:
             bits = grammars_of(self._model).fill(matchers)
             for at in np.flatnonzero(~bits.any(1)).tolist():
                 matchers[at], kept[at] = self._anew(first + at, [])
@@ -249,20 +250,20 @@ class Decoder:
             bits[kept >= 0] = ALL
             logits = restricted(logits, bits)
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
-        for at, (matcher, token) in enumerate(zip(matchers, tokens.tolist(), strict=True)):
-            if matcher is not None and kept[at] < 0:
-                matcher.consume_token(token)
-                if matcher.is_error():
-                    matchers[at], allowed = self._anew(first + at, [token])
-                    kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
-            self._matchers[first + at] = matchers[at]
+        drawn, lasts = (tokens.tolist(), (kept < 0).tolist()) if held else ([], [])
+        for at in held:
+            if lasts[at] and not matchers[at].consume_token(drawn[at]):
+                matchers[at], allowed = self._anew(first + at, [drawn[at]])
+                kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
+        if held:
+            self._matchers[here] = np.array(matchers, np.object_)
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
             self._columns[name][slots, place] = values
-        lasts = self._prompt[here] + kept
-        self._place[here] = np.where(kept < 0, place, lasts - 1)
-        self._end[here] = np.where(kept < 0, self._end[here], lasts)
+        ends = self._prompt[here] + kept
+        self._place[here] = np.where(kept < 0, place, ends - 1)
+        self._end[here] = np.where(kept < 0, self._end[here], ends)
 
     def _anew(self, slot: int, new: list[int]) -> "tuple[LLMatcher, int]":
         """Follow the answer in a slot by a new grammar, with `new` tokens at its place, as `Grammars.anew`."""
