@@ -102,9 +102,9 @@ def _read(taskset: str, options: Mapping[str, object]) -> "tuple[VerifiersConfig
         )
     own = cast("Mapping[str, object]", config.env.get("taskset") or {})
     env = json.dumps({**config.env, "taskset": {**own, "id": taskset}})
-    # Packages beside the script are found, as they are by `meshrl` itself, and by the servers of tools too.
-    places = (str(Path.cwd()), os.environ.get("PYTHONPATH") or "")
-    return config, _process(source, str(Path(python).absolute()), env, places)
+    # Packages beside the script are found, as they are by `meshrl` itself. Servers of tools run in other folders.
+    places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return config, _process(source, str(Path(python).absolute()), env, tuple(map(os.path.abspath, (".", *places))))
 
 
 @cache
@@ -145,7 +145,7 @@ class _Process:
                 stdin=env,
                 stdout=2,
                 cwd=self._places[0],
-                env=inherited | {"PYTHONPATH": os.pathsep.join(filter(None, self._places))},
+                env=inherited | {"PYTHONPATH": os.pathsep.join(self._places)},
                 start_new_session=True,
             )
         self._started[:] = [process]

@@ -41,8 +41,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.chdir(ROOT / "examples/verifiers")
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["examples/verifiers", str(PROGRAMS)]))  # as the docs say
 
 
 def options(**env: object) -> dict[str, Any]:
