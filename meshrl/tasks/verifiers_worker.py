@@ -215,7 +215,7 @@ async def _connected(worker: Worker, reader: asyncio.StreamReader, writer: async
             error = working.exception()
             writer.write(_told(error) if error else working.result())
             await writer.drain()
-    except ConnectionError:
+    except (ConnectionError, asyncio.CancelledError):  # it is cancelled at the end alone, and streams would log that
         pass
     finally:
         writer.close()
