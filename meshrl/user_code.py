@@ -131,7 +131,8 @@ def import_file(path: Path) -> ModuleType:
     """
     path = copied(path.absolute()).resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        hint = did_you_mean(path.name, [each.name for each in path.parent.glob(f"*{path.suffix}")])
+        raise ConfigError(f"there is no file {path}" + (hint and f"; {hint}"))
     # A distinct name: a user's `random.py` must not be taken for the library's module.
     name = f"meshrl_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
@@ -264,7 +265,7 @@ class FirstErrors:
         place = place_of(error)
         if (kind := f"{type(error).__name__} {place}") not in self._told and not is_discarded(error):
             self._told.add(kind)
-            log.warning(self._warning, error=text, at=place)
+            log.warning(self._warning, error=text, **({"at": place} if place else {}))
         return text
 
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, cast
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, as_list, dotted
+from meshrl.data import OUTCOMES
 from meshrl.errors import (
     BackendError,
     ConfigError,
@@ -201,8 +202,8 @@ def find_doubts(config: Config) -> list[str]:
 def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     """Call the reward functions with the answer of the task's first row, and with an empty completion.
 
-    A function that raises on both is a mistake. A user's function that gives the correct answer no reward is a doubt.
-    So is one that takes longer than 10 seconds, which is not awaited.
+    A function that raises on both is a mistake. A user's function that raises on one, or gives the correct answer no
+    reward, is a doubt. So is one that takes longer than 10 seconds, which is not awaited.
     """
     task, reward = table_of(config, "task", TaskConfig), table_of(config, "reward", RewardConfig)
     mistakes: list[str] = []
@@ -225,6 +226,12 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
         elif not tried:
             doubts.append(
                 f"{key} did not answer within {_PATIENCE:g} s for the task's first row, so it was not checked"
+            )
+        elif errors and is_own(function):
+            what = f"its answer {shortened(answer)}" if tried[1][1] else "none"
+            doubts.append(
+                f"{key}: it raised on the task's first row, with {what} as the completion, and such a row gets "
+                f"{OUTCOMES[reward.errors]}: {where_raised(errors[0])}"
             )
         elif answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
             doubts.append(

@@ -151,6 +151,7 @@ class Recorder:
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
+        self._judged, self._unknown = 0.0, 0.0  # completions, and those of unknown reward
         self._extra: dict[str, object] = {}
         self._is_full = False
         """True if samples.jsonl takes no more tokens."""
@@ -298,6 +299,7 @@ class Recorder:
             "tokens": int(self._tokens),
             "first_reward": self._rewards[0] if self._rewards else None,
             "last_reward": self._rewards[-1] if self._rewards else None,
+            **({"unknown_rewards": self._unknown / self._judged} if self._unknown else {}),
             **self._extra,
             **({} if error is None else {"error": described(error)}),
         }
@@ -335,6 +337,9 @@ class Recorder:
         self._tokens += numbers.get("tokens", 0.0)
         if "reward" in numbers:
             self._rewards.append(numbers["reward"])
+        if "unknown_rewards" in numbers and "rows" in numbers:
+            self._judged += numbers["rows"]
+            self._unknown += numbers["unknown_rewards"] * numbers["rows"]
 
     def _end_progress(self) -> None:
         if self._progress:

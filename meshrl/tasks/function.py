@@ -216,7 +216,7 @@ class FunctionReward(Reward):
         self._judge = Judge(config.judge) if config.judge else None
         self._concurrency = config.concurrency
         self._on_error: OnError = config.errors
-        self._errors = FirstErrors(f"a reward function raised; its row gets {OUTCOMES[config.errors]}")
+        self._errors = FirstErrors(f"a reward function gave no reward; its row gets {OUTCOMES[config.errors]}")
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`. For `functions`, also add `reward_NAME`, float32, before its weight.

@@ -389,7 +389,8 @@ def _tasks(name: str, options: bytes) -> Mapping[str, Any]:
     except (ConfigError, DataError):
         raise
     except Exception as error:
-        raise ConfigError(f"{source}: cannot be loaded: {described(error)}") from error
+        remedy = "" if given.data else ". Rows of a file need no hub: task.options.data=rows.jsonl (docs/evaluate.md)"
+        raise ConfigError(f"{source}: cannot be loaded: {described(error)}{remedy}") from error
     for task in made.values():
         _check(source, task)
     return made

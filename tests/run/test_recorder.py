@@ -43,8 +43,8 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
         "policy": {"lr": 1e-4, "betas": (0.9, 0.95), "clip": None},
         "text": 'a "b"\n',
     }
-    first_step = {"reward": 0.25, "loss": 0.123456, "tokens": 10, "unwatched": 1.0}
-    last_step = {"reward": 0.75, "loss": float("nan"), "tokens": 12}
+    first_step = {"reward": 0.25, "loss": 0.123456, "tokens": 10, "unwatched": 1.0, "rows": 6, "unknown_rewards": 0.5}
+    last_step = {"reward": 0.75, "loss": float("nan"), "tokens": 12, "rows": 2, "unknown_rewards": 0.0}
     with capture_logs() as logs:
         folder = await recorded(tmp_path, first_step, {"reward": 0.5}, last_step, resolved=resolved)
     first, _, last = lines(folder / "metrics.jsonl")
@@ -53,7 +53,7 @@ async def test_a_run_that_finishes_leaves_numbers_a_summary_and_its_configuratio
     assert isinstance(last["seconds"], float)
     assert last["seconds"] <= cast("float", found.pop("wall_s")) < last["seconds"] + 60
     ends = {"first_reward": 0.25, "last_reward": 0.75, "exact_match_before": 0.5, "exact_match_after": 0.75}
-    assert found == {"status": "finished", "steps": 3, "tokens": 22, **ends}
+    assert found == {"status": "finished", "steps": 3, "tokens": 22, "unknown_rewards": 3 / 8, **ends}
     assert not list(folder.glob("*.part"))
     written = tomllib.loads((folder / "config.toml").read_text("utf-8"))
     assert written == {"algorithm": "grpo", "policy": {"lr": 1e-4, "betas": [0.9, 0.95]}, "text": 'a "b"\n'}

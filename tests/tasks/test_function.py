@@ -112,7 +112,7 @@ async def test_what_a_function_raises_and_no_number_stay_on_the_row_and_are_logg
     assert values == pytest.approx([math.nan, 1, math.nan, math.nan], nan_ok=True)
     assert errors[:3] == ["ValueError: cannot judge prompt 0", None, "ValueError: cannot judge prompt 2"]
     assert errors[3] == "TypeError: a reward must be a number, not '1'"
-    assert [log["error"] for log in logs if "my_rewards.py, line " in log["at"]] == errors[:1]
+    assert [log["error"] for log in logs if "my_rewards.py, line " in log.get("at", "")] == errors[:1]
 
 
 async def test_named_rewards_are_summed_and_told_apart(functions: str) -> None:
