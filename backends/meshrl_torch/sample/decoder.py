@@ -244,6 +244,7 @@ class Decoder:
             bits = grammars_of(self._model).fill(matchers)
             for at in np.flatnonzero(~bits.any(1)).tolist():
                 matchers[at], kept[at] = self._anew(first + at, [])
+                self._matchers[first + at] = matchers[at]
                 bits[at] = grammars_of(self._model).fill([matchers[at]])[0]
                 if kept[at] == place[at] - self._prompt[first + at] and bits[at].any():
                     kept[at] = -1
@@ -253,10 +254,8 @@ class Decoder:
         drawn, lasts = (tokens.tolist(), (kept < 0).tolist()) if held else ([], [])
         for at in held:
             if lasts[at] and not matchers[at].consume_token(drawn[at]):
-                matchers[at], allowed = self._anew(first + at, [drawn[at]])
+                self._matchers[first + at], allowed = self._anew(first + at, [drawn[at]])
                 kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
-        if held:
-            self._matchers[here] = np.array(matchers, np.object_)
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
         for name, values in new.items():  # experts are unknown until the token is read
