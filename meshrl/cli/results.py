@@ -129,6 +129,8 @@ def _show_evaluation(evaluation: Evaluation) -> None:
     for name, estimate in evaluation.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
+    if evaluation.reward_errors:
+        typer.echo(f"{evaluation.reward_errors} completions could not be judged: the reward failed")
 
 
 def _set_aside(file: Path, content: bytes) -> Path | None:
