@@ -131,7 +131,7 @@ def import_file(path: Path) -> ModuleType:
     """
     path = copied(path.absolute()).resolve()
     if not path.is_file():
-        hint = did_you_mean(path.name, [each.name for each in path.parent.glob(f"*{path.suffix}")])
+        hint = did_you_mean(path.name, [each.name for each in path.parent.glob("*.py") if each.is_file()])
         raise ConfigError(f"there is no file {path}" + (hint and f"; {hint}"))
     # A distinct name: a user's `random.py` must not be taken for the library's module.
     name = f"meshrl_file_{path.stem}"

@@ -403,5 +403,6 @@ def _show_raised(error: Exception, script: Path) -> None:
 def _show_summary(folder: Path) -> None:
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, object])
     lines = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in summary.items()]
-    show_lines([*lines, ("folder", str(folder)), ("read its rows", f"meshrl watch {folder.name}")])
+    show_lines([*lines, ("folder", str(folder))])
+    typer.echo(f"read its rows with: meshrl watch {folder}")
     show_findings(diagnose(read_numbers(folder)))

@@ -130,7 +130,7 @@ def _show_evaluation(evaluation: Evaluation) -> None:
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
     if evaluation.reward_errors:
-        typer.echo(f"{evaluation.reward_errors} completions could not be judged: the reward failed")
+        typer.echo(f"completions without a verdict: {evaluation.reward_errors}")
 
 
 def _set_aside(file: Path, content: bytes) -> Path | None:

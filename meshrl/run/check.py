@@ -10,13 +10,13 @@ from typing import Final, NamedTuple, cast
 
 from meshrl.agents import AgentConfig, load_agent, load_reward
 from meshrl.config import Config, as_list, dotted
-from meshrl.data import OUTCOMES
 from meshrl.errors import (
     BackendError,
     ConfigError,
     MeshrlError,
     ModelError,
     did_you_mean,
+    is_discarded,
     nearest,
     shortened,
 )
@@ -215,7 +215,7 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
     for name, function in reward.called.items():
         judged = row | {"answer": answer}
         tried = try_reward(function, cast("str", prompt), completions, judged, _PATIENCE, reward.sandbox)
-        errors = [error for _, error in tried if error]
+        errors = [error for _, error in tried if error and not is_discarded(error)]
         key = f"reward.functions.{name}" if name else "reward.function"
         if errors and len(errors) == len(tried):
             reasons = ", and ".join(dict.fromkeys(map(where_raised, errors)))
@@ -228,11 +228,8 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
                 f"{key} did not answer within {_PATIENCE:g} s for the task's first row, so it was not checked"
             )
         elif errors and is_own(function):
-            what = f"its answer {shortened(answer)}" if tried[1][1] else "none"
-            doubts.append(
-                f"{key}: it raised on the task's first row, with {what} as the completion, and such a row gets "
-                f"{OUTCOMES[reward.errors]}: {where_raised(errors[0])}"
-            )
+            what = f"its answer {shortened(answer)} as the completion" if tried[1][1] else "an empty completion"
+            doubts.append(f"{key}: it gave the task's first row no reward, with {what}: {where_raised(errors[0])}")
         elif answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
             doubts.append(
                 f"{key}: the task's own answer scores {tried[1][0]:g}: the first row's, {shortened(answer)}, as the "

@@ -115,7 +115,8 @@ class Recorder:
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
     samples.jsonl   some rows at intervals: prompt, completion, reward, other numbers, and those of each token
     logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
-    summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward
+    summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward,
+                    and the share of unknown ones
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Recorder:
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
-        self._judged, self._unknown = 0.0, 0.0  # completions, and those of unknown reward
+        self._rows, self._unknown = 0.0, 0.0  # those of all steps, and those of unknown reward
         self._extra: dict[str, object] = {}
         self._is_full = False
         """True if samples.jsonl takes no more tokens."""
@@ -299,7 +300,7 @@ class Recorder:
             "tokens": int(self._tokens),
             "first_reward": self._rewards[0] if self._rewards else None,
             "last_reward": self._rewards[-1] if self._rewards else None,
-            **({"unknown_rewards": self._unknown / self._judged} if self._unknown else {}),
+            **({"unknown_rewards": self._unknown / self._rows} if self._unknown else {}),
             **self._extra,
             **({} if error is None else {"error": described(error)}),
         }
@@ -338,7 +339,7 @@ class Recorder:
         if "reward" in numbers:
             self._rewards.append(numbers["reward"])
         if "unknown_rewards" in numbers and "rows" in numbers:
-            self._judged += numbers["rows"]
+            self._rows += numbers["rows"]
             self._unknown += numbers["unknown_rewards"] * numbers["rows"]
 
     def _end_progress(self) -> None:

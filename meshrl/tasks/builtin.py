@@ -66,7 +66,7 @@ _BINARY: Final = re.compile(r"(?:[+*/^=<>\\-]|\\\w+)$")
 def finite(value: object) -> float:
     """Return a user's reward as a float. TypeError or ValueError if it is not a finite number."""
     if value is None:
-        raise TypeError("a reward must be a number, not None: return 0.0 for a wrong answer")
+        raise TypeError("a reward must be a number, not None: give 0.0 for a failure")
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"a reward must be a number, not {value!r}")
     number = float(value)

@@ -389,7 +389,10 @@ def _tasks(name: str, options: bytes) -> Mapping[str, Any]:
     except (ConfigError, DataError):
         raise
     except Exception as error:
-        remedy = "" if given.data else ". Rows of a file need no hub: task.options.data=rows.jsonl (docs/evaluate.md)"
+        fetched = isinstance(error, OSError) and given.data is None
+        remedy = (
+            ". Rows of a file need no hub: task.options.data=rows.jsonl task.options.num_fewshot=0" if fetched else ""
+        )
         raise ConfigError(f"{source}: cannot be loaded: {described(error)}{remedy}") from error
     for task in made.values():
         _check(source, task)

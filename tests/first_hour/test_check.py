@@ -130,8 +130,8 @@ def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, monkeypatch: pytes
     assert f"KeyError: 'solution' ({mine}/mine.py, line 2)" in told
     write_code(f"{HEAD}return 1 if completion == row['answer'] else None\n")
     told = check()
-    assert "reward.function: it raised on the task's first row, with none as the completion" in told
-    assert "TypeError: a reward must be a number, not None: return 0.0 for a wrong answer" in told
+    assert "reward.function: it gave the task's first row no reward, with an empty completion" in told
+    assert "TypeError: a reward must be a number, not None: give 0.0 for a failure" in told
     assert GOOD in told
     write_code(f"import asyncio\nasync {HEAD}await asyncio.sleep(0)\n    return 1\n")
     assert check() == GOOD

@@ -30,7 +30,7 @@ Bits: TypeAlias = NDArray[np.int32]
 """A mask of tokens, 32 in each number: int32[rows, numbers]. All bits of a row without a constraint are set."""
 ALL: Final = -1
 _KEPT: Final = 256
-"""Grammars that are kept compiled, for each tokenizer."""
+"""Grammars that are kept compiled, and texts that are kept encoded, for each tokenizer."""
 _SPACES: Final = r"[ \n]{1,20}"
 """Spaces between the parts of JSON. Without a limit, a model may write spaces forever."""
 

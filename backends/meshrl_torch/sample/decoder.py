@@ -251,9 +251,9 @@ class Decoder:
             bits[kept >= 0] = ALL
             logits = restricted(logits, bits)
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
-        drawn, lasts = (tokens.tolist(), (kept < 0).tolist()) if held else ([], [])
+        drawn, goes_on = (tokens.tolist(), (kept < 0).tolist()) if held else ([], [])
         for at in held:
-            if lasts[at] and not matchers[at].consume_token(drawn[at]):
+            if goes_on[at] and not matchers[at].consume_token(drawn[at]):
                 self._matchers[first + at], allowed = self._anew(first + at, [drawn[at]])
                 kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
