@@ -13,8 +13,9 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -22,7 +23,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import meshrl as rl
+from meshrl.engines.processes import ProcessEngine
 from meshrl.roles import Workload, memory_of
+from meshrl_megatron.roles import MegatronPolicy
 from meshrl_torch.model.text import character_tokenizer
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
 
@@ -42,33 +45,60 @@ SHAPE: Final = Qwen3Config(
 """That of Qwen3-0.6B, with half of its width and a third of its layers."""
 NARROW: Final[Mapping[str, Any]] = {"dtype": "bfloat16"}
 RECOMPUTED: Final[Mapping[str, Any]] = {**NARROW, "activation_checkpointing": True}
-SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "float32": {},
-    "bfloat16": NARROW,
-    "bfloat16, recomputed": RECOMPUTED,
-    "bfloat16, adapters": {**NARROW, "lora": {"rank": 16}},
-    "bfloat16, `fsdp.cpu_offload`": {**NARROW, "fsdp": {"cpu_offload": True}},
-    "bfloat16, recomputed, `fsdp.offload_moments`": {**RECOMPUTED, "fsdp": {"offload_moments": True}},
+
+
+class Setting(NamedTuple):
+    """A policy on its ranks."""
+
+    keys: Mapping[str, Any]
+    backend: str = "fsdp"
+    axes: Mapping[str, int] = {"dp": 1}
+
+    def config(self, model: str) -> rl.PolicyConfig:
+        """Return its table."""
+        own = {"backend": self.backend, "model": model, "micro_batch_tokens": 8192}
+        return rl.PolicyConfig.model_validate({**own, **self.keys})
+
+
+BOTH: Final = {"dp": 2}
+SETTINGS: Final[Mapping[str, Setting]] = {
+    "float32": Setting({}),
+    "bfloat16": Setting(NARROW),
+    "bfloat16, half of the tokens": Setting({**NARROW, "micro_batch_tokens": 4096}),
+    "bfloat16, recomputed": Setting(RECOMPUTED),
+    "bfloat16, adapters": Setting({**NARROW, "lora": {"rank": 16}}),
+    "bfloat16, `fsdp.cpu_offload`": Setting({**NARROW, "fsdp": {"cpu_offload": True}}),
+    "bfloat16, `fsdp.offload_moments`": Setting({**NARROW, "fsdp": {"offload_moments": True}}),
+    "bfloat16, recomputed, `fsdp.offload_moments`": Setting({**RECOMPUTED, "fsdp": {"offload_moments": True}}),
+    "bfloat16, dp = 2": Setting(NARROW, axes=BOTH),
+    "bfloat16, recomputed, dp = 2": Setting(RECOMPUTED, axes=BOTH),
+    "bfloat16, tp = 2": Setting(NARROW, axes={"dp": 1, "tp": 2}),
+    "Megatron, bfloat16": Setting(NARROW, "megatron"),
+    "Megatron, bfloat16, recomputed": Setting(RECOMPUTED, "megatron"),
+    "Megatron, bfloat16, half of the tokens": Setting({**NARROW, "micro_batch_tokens": 4096}, "megatron"),
+    "Megatron, bfloat16, dp = 2": Setting(NARROW, "megatron", BOTH),
+    "Megatron, bfloat16, tp = 2": Setting(NARROW, "megatron", {"dp": 1, "tp": 2}),
+    "Megatron, bfloat16, pp = 2": Setting(NARROW, "megatron", {"dp": 1, "pp": 2}),
 }
 
 
-def rollouts() -> rl.Batch:
+def rollouts(rows: int) -> rl.Batch:
     """Make rows of the longest prompt and completion."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(2, 1000, (ROWS // N, PROMPT))
-    pairs = [np.concatenate([prompts[row // N], rng.integers(2, 1000, COMPLETION)]) for row in range(ROWS)]
+    prompts = rng.integers(2, 1000, (rows // N, PROMPT))
+    pairs = [np.concatenate([prompts[row // N], rng.integers(2, 1000, COMPLETION)]) for row in range(rows)]
     tokens = rl.Ragged.of(pairs, np.int32)
     return rl.Batch.of(
         tokens=tokens,
-        loss_mask=rl.Ragged(np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, ROWS), tokens.offsets),
+        loss_mask=rl.Ragged(np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, rows), tokens.offsets),
         sampler_logprobs=rl.Ragged(np.full(len(tokens.values), -2.0, np.float32), tokens.offsets),
-        advantages=rng.normal(size=ROWS).astype(np.float32),
+        advantages=rng.normal(size=rows).astype(np.float32),
     )
 
 
-def told(config: rl.PolicyConfig) -> int:
-    """Return the bytes that a policy is told to take of a GPU, without CUDA's context."""
-    memory = memory_of(config, Workload({"dp": 1}, PROMPT, COMPLETION, ROWS, N, 80 << 30))
+def told(setting: Setting, model: str) -> int:
+    """Return the bytes that a policy is told to take of the fullest GPU, without CUDA's context."""
+    memory = memory_of(setting.config(model), Workload(setting.axes, PROMPT, COMPLETION, ROWS, N, 80 << 30))
     assert memory is not None
     calls: dict[str, int] = {}
     for term in memory.terms:
@@ -77,19 +107,54 @@ def told(config: rl.PolicyConfig) -> int:
     return calls.pop("", 0) + max(calls.values())
 
 
-async def taken(config: rl.PolicyConfig) -> int:
-    """Return the most bytes of the GPU that were in use at once, in two updates and while weights are published."""
-    gc.collect()  # the policy before
-    torch.cuda.empty_cache()
-    ledger = bytearray(LEDGER.read_bytes())
-    ledger[MOST : MOST + 8] = ledger[:8]
-    LEDGER.write_bytes(ledger)
-    with patch("meshrl_torch.train.fsdp.loading.check_packing"):  # which reads numbers
-        policy = FsdpPolicy(config)
-    for _ in range(2):
-        await policy.update(rollouts(), rl.ClippedLoss())
-    await policy.weights()
-    return int(struct.unpack_from("q", LEDGER.read_bytes(), MOST)[0])
+class Holds(rl.Actor):
+    """Holds a policy on a GPU."""
+
+    left: ClassVar[int | None] = None
+    """Bytes of processes that were killed, before this one took any."""
+
+    @rl.endpoint
+    async def taken(self, config: rl.PolicyConfig, rows: int) -> rl.Gather[np.ndarray]:
+        """Return the most bytes of the GPU that were in use at once, in two updates and while weights are published."""
+        at = 8 * int(os.environ["CUDA_VISIBLE_DEVICES"])
+        gc.collect()  # the policy before
+        torch.cuda.empty_cache()
+        now = forget_the_most(at)
+        Holds.left = now if Holds.left is None else Holds.left
+        with patch("meshrl_torch.train.fsdp.loading.why_not_packed", return_value=None):  # it reads numbers
+            policy = (FsdpPolicy if config.backend == "fsdp" else MegatronPolicy)(config)
+        for _ in range(2):
+            await policy.update(rollouts(rows), rl.ClippedLoss())
+        await policy.weights()
+        return np.array([struct.unpack_from("q", LEDGER.read_bytes(), MOST + at)[0] - Holds.left])
+
+
+def forget_the_most(at: int) -> int:
+    """Begin to look for the most bytes of a GPU. Returns those in use."""
+    if not LEDGER.exists():
+        LEDGER.write_bytes(bytes(4096))
+    with LEDGER.open("r+b") as file:  # other processes have it mapped
+        file.seek(at)
+        now = file.read(8)
+        file.seek(MOST + at)
+        file.write(now)
+    return int(struct.unpack("q", now)[0])
+
+
+async def on_gpus(model: str) -> dict[str, int]:
+    """Return what each setting takes of the fullest GPU."""
+    found: dict[str, int] = {}
+    for ranks in sorted({prod(setting.axes.values()) for setting in SETTINGS.values()}):
+        engine = ProcessEngine()
+        try:
+            mesh = await rl.Mesh.reserve(engine, ranks, rl.Resources(cpus=0, gpus=1))
+            for name, setting in SETTINGS.items():
+                if prod(setting.axes.values()) == ranks:
+                    holds = await mesh.shape(**setting.axes).spawn(Holds)
+                    found[name] = int(max(await holds.taken(setting.config(model), ROWS // setting.axes["dp"])))
+        finally:
+            await engine.close()
+    return found
 
 
 def measured() -> dict[str, tuple[int, int]]:
@@ -97,13 +162,8 @@ def measured() -> dict[str, tuple[int, int]]:
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(SHAPE).save_pretrained(folder)
         character_tokenizer("abcdefgh>", 512).save_pretrained(folder)
-        own = {"backend": "fsdp", "model": folder, "micro_batch_tokens": 8192}
-        configs = {name: rl.PolicyConfig.model_validate({**own, **keys}) for name, keys in SETTINGS.items()}
-        sums = {name: told(config) for name, config in configs.items()}  # before there is a process group
-        if not LEDGER.exists():
-            LEDGER.write_bytes(bytes(4096))
-        (left,) = struct.unpack_from("q", LEDGER.read_bytes())  # by processes that were killed
-        return {name: (sums[name], asyncio.run(taken(config)) - left) for name, config in configs.items()}
+        taken = asyncio.run(on_gpus(folder))
+        return {name: (told(setting, folder), taken[name]) for name, setting in SETTINGS.items()}
 
 
 def rows(found: Mapping[str, tuple[int, int]]) -> Iterator[str]:

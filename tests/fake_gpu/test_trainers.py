@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from meshrl import ClippedLoss, PolicyConfig, Run, RunConfig
+from meshrl import Actor, ClippedLoss, Mesh, PolicyConfig, Resources, Run, RunConfig, endpoint
+from meshrl.engines.processes import ProcessEngine
 from meshrl.errors import RankFailed
+from meshrl.mesh import Same
 from meshrl.roles import Policy
 from meshrl.run import MeshConfig
 from meshrl_torch.train.fsdp.roles import FsdpPolicy
@@ -80,17 +82,29 @@ def grows(tensor: torch.Tensor) -> bool:
     return bool(found["is_expandable"])
 
 
+class Allocates(Actor):
+    @endpoint
+    async def growing(self) -> Same[tuple[bool, bool]]:
+        """Return whether segments of buckets grow, and those of other tensors, once there is a policy."""
+        policy = FsdpPolicy(PolicyConfig(model=MODEL))
+        buckets = Slots(3, 64 << 20, torch.device("cuda"), shared=True).tensor
+        other = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        del policy
+        return grows(buckets), grows(other)
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, True), ("max_split_size_mb:64", False)])
-def test_memory_grows_where_a_trainer_allocates_but_not_where_others_open_it(
+async def test_memory_grows_where_a_trainer_allocates_but_not_where_others_open_it(
     given: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-    policy = FsdpPolicy(PolicyConfig(model=MODEL))  # makes the process group, once in a process
-    shared = Slots(3, 64 << 20, torch.device("cuda"), shared=True).tensor
-    assert not grows(shared)
-    assert grows(torch.empty(256 << 20, dtype=torch.uint8, device="cuda")) == expected
-    del policy
+    engine = ProcessEngine()  # an allocator is a process's, for its life
+    try:
+        mesh = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=1))
+        assert await (await mesh.spawn(Allocates)).growing() == (False, expected)
+    finally:
+        await engine.close()
 
 
 async def test_whole_weights_leave_a_gpu_without_a_copy_that_the_host_waits_for() -> None:
