@@ -272,8 +272,9 @@ class Measured(rl.Actor):
 
 
 @on_ranks
-async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Warm) -> None:
-    config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
+@pytest.mark.parametrize("lora", [None, rl.LoraConfig(rank=8)], ids=["whole", "adapters"])
+async def test_a_sharded_policys_memory_is_told_within_a_tenth(warm: Warm, lora: rl.LoraConfig | None) -> None:
+    config = rl.PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500, lora=lora)
     before = await (await (await warm(1)).spawn(Measured)).before(config, WORK)
     assert before == pytest.approx(await taken_by(FsdpPolicy, config, ROWS), rel=0.1)
 

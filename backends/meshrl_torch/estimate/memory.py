@@ -69,6 +69,8 @@ class Layout:
     """Bytes of parameters that are whole during an entire pass, in addition to their shards."""
     adapters: Mapping[str, LoraConfig] = field(default_factory=dict[str, LoraConfig])
     """To be added to the model by name, each whole on the rank."""
+    dtype: torch.dtype = torch.float32
+    """Of the adapters."""
 
 
 def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
@@ -90,7 +92,7 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
 def _whole(config: ModelConfig, model: LanguageModel) -> Layout:
     role = role_model(config, model)
     root = nn.ModuleList([role.model.network, *([role.head] if role.head else [])])
-    return Layout(root, role.predict, role, adapters=_declared(config))
+    return Layout(root, role.predict, role, adapters=_declared(config), dtype=getattr(torch, config.dtype))
 
 
 def _declared(config: ModelConfig) -> Mapping[str, LoraConfig]:
@@ -134,7 +136,7 @@ def _sharded(config: ModelConfig, layout: FsdpConfig, world: World, model: Langu
     def optimizer(table: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
         return Optimizer(table, parameters) if role.model.adapters else ShardedOptimizer(table, sharded, parameters)
 
-    return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered, _declared(config))
+    return Layout(sharded.root, sharded.predicting(role.predict), role, optimizer, gathered, _declared(config), dtype)
 
 
 def _hidden(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:  # noqa: ARG001
@@ -166,7 +168,8 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
     def laid_out(model: LanguageModel) -> Layout:
         model = replace(model, adapters=Adapters())
         role = RoleModel("sampler", model, _hidden)
-        return Layout(model.network, role.predict, role, adapters=_declared(config))
+        dtype = getattr(torch, config.dtype)
+        return Layout(model.network, role.predict, role, adapters=_declared(config), dtype=dtype)
 
     measured = figures(config, prompts, laid_out, PREFILL_TOKENS)
     shape = config_of(config).get_text_config()
@@ -285,8 +288,8 @@ def _rehearse(
         layout.root.to_empty(device="cpu")
         model.network.tie_weights()
         for name, lora in layout.adapters.items():
-            of, dtype = cast("RoleModel", layout.role).model, getattr(torch, config.dtype)
-            add_adapter(of, name, lora, seed=config.seed, dtype=dtype, device=torch.device("cpu"))
+            of = cast("RoleModel", layout.role).model
+            add_adapter(of, name, lora, seed=config.seed, dtype=layout.dtype, device=torch.device("cpu"))
         parameters = live.now
         optimizer = None
         if layout.role and isinstance(config, TrainedConfig):
