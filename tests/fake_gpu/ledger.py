@@ -12,10 +12,10 @@ import re
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -110,48 +110,46 @@ def told(setting: Setting, model: str) -> int:
 class Holds(rl.Actor):
     """Holds a policy on a GPU."""
 
-    left: ClassVar[int | None] = None
-    """Bytes of processes that were killed, before this one took any."""
-
     @rl.endpoint
-    async def taken(self, config: rl.PolicyConfig, rows: int) -> rl.Gather[np.ndarray]:
-        """Return the most bytes of the GPU that were in use at once, in two updates and while weights are published."""
+    async def taken(self, config: rl.PolicyConfig, rows: int, left: Sequence[int]) -> rl.Gather[np.ndarray]:
+        """Return the most bytes of the GPU that were in use at once, in two updates and while weights are published.
+
+        `left`: what killed processes have left of each GPU, which is not counted.
+        """
         at = 8 * int(os.environ["CUDA_VISIBLE_DEVICES"])
         gc.collect()  # the policy before
         torch.cuda.empty_cache()
-        now = forget_the_most(at)
-        Holds.left = now if Holds.left is None else Holds.left
+        forget_the_most(at)
         with patch("meshrl_torch.train.fsdp.loading.why_not_packed", return_value=None):  # it reads numbers
             policy = (FsdpPolicy if config.backend == "fsdp" else MegatronPolicy)(config)
         for _ in range(2):
             await policy.update(rollouts(rows), rl.ClippedLoss())
         await policy.weights()
-        return np.array([struct.unpack_from("q", LEDGER.read_bytes(), MOST + at)[0] - Holds.left])
+        return np.array([struct.unpack_from("q", LEDGER.read_bytes(), MOST + at)[0] - left[at // 8]])
 
 
-def forget_the_most(at: int) -> int:
-    """Begin to look for the most bytes of a GPU. Returns those in use."""
-    if not LEDGER.exists():
-        LEDGER.write_bytes(bytes(4096))
+def forget_the_most(at: int) -> None:
+    """Begin to look for the most bytes of a GPU."""
     with LEDGER.open("r+b") as file:  # other processes have it mapped
         file.seek(at)
         now = file.read(8)
         file.seek(MOST + at)
         file.write(now)
-    return int(struct.unpack("q", now)[0])
 
 
 async def on_gpus(model: str) -> dict[str, int]:
     """Return what each setting takes of the fullest GPU."""
     found: dict[str, int] = {}
+    if not LEDGER.exists():
+        LEDGER.write_bytes(bytes(2 * MOST))
     for ranks in sorted({prod(setting.axes.values()) for setting in SETTINGS.values()}):
-        engine = ProcessEngine()
+        engine, left = ProcessEngine(), struct.unpack_from("64q", LEDGER.read_bytes())
         try:
             mesh = await rl.Mesh.reserve(engine, ranks, rl.Resources(cpus=0, gpus=1))
             for name, setting in SETTINGS.items():
                 if prod(setting.axes.values()) == ranks:
                     holds = await mesh.shape(**setting.axes).spawn(Holds)
-                    found[name] = int(max(await holds.taken(setting.config(model), ROWS // setting.axes["dp"])))
+                    found[name] = int(max(await holds.taken(setting.config(model), ROWS // setting.axes["dp"], left)))
         finally:
             await engine.close()
     return found
