@@ -51,7 +51,9 @@ def modules(folder: str) -> dict[str, Path]:
     }
 
 
-CORE = {name: path for name, path in modules("meshrl").items() if name != "__init__"}
+DOORS_OF_ALL = ("__init__", "__main__")
+"""What `import meshrl` and `python -m meshrl` open: of no room."""
+CORE = {name: path for name, path in modules("meshrl").items() if name not in DOORS_OF_ALL}
 BACKENDS = modules("backends")
 ALGORITHMS = modules("algorithms")
 SOURCES = [
@@ -149,7 +151,8 @@ def check_imports(modules: Mapping[str, Path], mistakes: Callable[[str, str], It
 
 def test_the_rooms_are_these_and_nothing_else_lies_in_the_house() -> None:
     assert {library(module) for module in CORE} == {*ROOMS, *BASE}
-    assert sorted(path.stem for path in (ROOT / "meshrl").glob("*.py")) == sorted({"__init__", *BASE} - {"config"})
+    assert sorted(path.stem for path in (ROOT / "meshrl").glob("*.py")) == sorted({*DOORS_OF_ALL, *BASE} - {"config"})
+    assert read(ROOT / "meshrl/__main__.py").imports == ["meshrl.cli.main"]
 
 
 def test_a_module_imports_from_the_rooms_that_its_own_may_use_by_their_doors() -> None:
