@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,8 +145,9 @@ def _check(job: Job) -> None:
 
 
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     part, existed = file.with_suffix(f".{os.getpid()}.part"), file.exists()
+    made = [folder for folder in file.parents if not folder.exists()]
+    file.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(text)
     part.replace(file)
     try:
@@ -153,6 +155,9 @@ def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
     except BaseException:
         if not existed:
             file.unlink()
+        with suppress(OSError):  # if another run has begun there
+            for folder in made:
+                folder.rmdir()
         raise
 
 
