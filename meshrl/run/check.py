@@ -70,7 +70,7 @@ class Findings(NamedTuple):
     doubts: Sequence[str]
     """Valid settings that are rarely intended."""
     notes: Sequence[str] = ()
-    """How each role's model reads rows, if one of them pads them."""
+    """How each role's model reads rows."""
 
 
 def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True) -> Findings:
@@ -241,7 +241,7 @@ def _try_reward(config: Config) -> tuple[list[str], list[str]]:
 def _try_models(config: Config) -> tuple[list[str], list[str]]:
     """Return models that their backends cannot read, and how each of the others reads rows."""
     mistakes: list[str] = []
-    notes: dict[str, str] = {}
+    notes: dict[str, list[str]] = {}
     compares = reads_reference(config)
     for path, table in tables_of(config):
         if not isinstance(table, ModelConfig) or not isinstance(table.model, str) or uses_model(table) == "ignored":
@@ -253,11 +253,11 @@ def _try_models(config: Config) -> tuple[list[str], list[str]]:
             if folder is None:
                 continue
             try:
-                notes[dotted(path)] = str(reads(table.model_copy(update={"model": str(folder)})))
+                note = str(reads(table.model_copy(update={"model": str(folder)})))
+                notes.setdefault(note, []).append(dotted(path))
             except (ConfigError, ModelError) as error:
                 mistakes.append(f"{dotted(path)}: {str(error).replace(str(folder), table.model)}")
-    is_plain = all(note == "packed" for note in notes.values())
-    return mistakes, [] if is_plain else [f"{key}: rows are {note}" for key, note in notes.items()]
+    return mistakes, [f"{', '.join(roles)}: rows are {note}" for note, roles in notes.items()]
 
 
 def _with_config(model: str) -> AbstractContextManager[Path | None]:

@@ -1,4 +1,5 @@
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ ROWS: list[dict[str, Any]] = [{"question": f"{number} + 1", "answer": str(number
 LONG = {"question": "What is " + "1 + " * 20 + "1?", "answer": "21"}
 NEW = "{characters = '0123456789 +', max_tokens = 64}"
 GOOD = "mine.toml: no mistakes found"
+PACKED = f"{GOOD} mine.toml: policy, sampler: rows are packed"
 CHAT = "policy.chat=true"
 
 
@@ -46,11 +48,11 @@ def write_rows(*rows: object) -> None:
 
 
 def check(*overrides: str) -> str:
-    return type_in("check", "mine.toml", *overrides).told
+    return re.sub(r"\S+ \[info +\] ", "", type_in("check", "mine.toml", *overrides).told)
 
 
 def test_what_follows_from_a_missing_table_is_not_told() -> None:
-    assert check() == GOOD
+    assert check() == PACKED
     for gone, told in ((POLICY, "policy"), ('model = "model"\n', "policy.model")):
         Path("mine.toml").write_text(MINE.replace(gone, ""), "utf-8")
         assert check() == f"error: mine.toml: {told}: is missing"
@@ -73,10 +75,13 @@ def test_what_the_model_and_the_engine_have_not(mine: Path) -> None:
         assert told in check(*overrides.split())
     assert "weight_sync_dtype" not in check(*fp8.split(), "sampler.backend=vllm", "sampler.vllm.quantization=fp8")
     Path("template").rename(template)
-    assert check(CHAT) == GOOD
+    assert check(CHAT) == PACKED
     for file in Path("model").glob("tokenizer*"):
         file.unlink()
     assert "the folder's tokenizer cannot be loaded (tokenizer.json or" in check()
+    described = json.loads(Path("model/config.json").read_bytes())
+    Path("model/config.json").write_text(json.dumps(described | {"model_type": "qwen2"}), "utf-8")
+    assert "belong next to config.json): ValueError: the folder has no tokenizer" in check()
 
 
 def test_settings_that_are_rarely_meant_are_doubted() -> None:
@@ -104,7 +109,7 @@ def test_an_agent(mine: Path) -> None:
     assert "is called with a client and a row, and does not fit: too many positional arguments" in told
     Path("template").rename(template)
     write_code("async def solve(client, row):\n    return 1.0\n")
-    assert check() == GOOD
+    assert check() == PACKED
     assert "there is no program 'nodejs-99' here" in check("agent={command=['nodejs-99','a.js']}")
 
 
@@ -134,7 +139,7 @@ def test_a_reward_is_tried_on_the_tasks_first_row(mine: Path, monkeypatch: pytes
     assert "TypeError: a reward must be a number, not None: give 0.0 for a failure" in told
     assert GOOD in told
     write_code(f"import asyncio\nasync {HEAD}await asyncio.sleep(0)\n    return 1\n")
-    assert check() == GOOD
+    assert check() == PACKED
     write_code(f"{HEAD}return float(f'<{{completion}}' == row['answer'])\n")
     told = check()
     assert "reward.function: the task's own answer scores 0: the first row's, '1', as the completion" in told

@@ -491,12 +491,17 @@ def _check_kind(name: str, kind: Kind, network: PreTrainedModel) -> None:
 def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a folder. ModelError with the model's name if that fails."""
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (
+            tokenizer.get_vocab().keys() <= tokenizer.added_tokens_encoder.keys()
+        ):  # transformers may make one of no file
+            raise ValueError("the folder has no tokenizer")
     except Exception as error:
         raise ModelError(
             f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "
             f"tokenizer_config.json belong next to config.json): {_first_line(error)}"
         ) from error
+    return tokenizer
 
 
 def _first_line(error: Exception) -> str:

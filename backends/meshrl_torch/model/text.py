@@ -461,10 +461,10 @@ def _coded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, offsets:
             for token in tokenizer.all_special_tokens:
                 bare = bare.replace(token, "")
             if strange := sorted(set(bare) - known):
+                remedy = "take a model that knows them" if tokenizer.name_or_path else "add to model.characters"
                 raise DataError(
                     f"the text {_short(text)!r} has {', '.join(map(repr, strange))}, which the tokenizer does "
-                    f"not know; its characters are {''.join(sorted(known))!r}: add to model.characters, or clean "
-                    "the text"
+                    f"not know; its characters are {''.join(sorted(known))!r}: {remedy}, or clean the text"
                 ) from error
         raise DataError(f"the tokenizer cannot encode {_short(texts[0])!r}...: {error}") from error
     return coded
