@@ -387,6 +387,8 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
         for run in group.runs:
             for is_held_out, lines in ((True, run.held_out), (False, run.samples)):
                 for line in lines:
+                    if not is_held_out and line.get("held_out"):  # of an evaluation during the run
+                        continue
                     key = is_held_out, str(line.get("prompt", ""))
                     images[key[1]] = cast("list[str]", line.get(IMAGES) or images.get(key[1], []))
                     completions = by_prompt.setdefault(key, [None] * len(groups))

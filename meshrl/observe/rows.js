@@ -2,10 +2,12 @@
 
 /** The height of a row in the list. */
 const ROW = 52;
+/** Characters of a completion beside its answer: its end, which most rewards read. */
+const END = 300;
 /** Rows of a group that stand side by side at most. */
 const BESIDE = 64;
 /** Numbers and texts of a row that have a place of their own. */
-const PLACED = ["at", "tokens", "prompt", "completion", "reward", "group", "step", "advantage", "length", "reward_error", "images"];
+const PLACED = ["at", "tokens", "prompt", "completion", "answer", "reward", "group", "step", "advantage", "length", "reward_error", "images", "held_out"];
 
 /** The tokens of a row: the page has them, or a live page asks its server. Null without tokens. */
 async function tokensOf(row) {
@@ -21,6 +23,7 @@ const MARKS = {
   truncated: (row) => Boolean(row.truncated),
   error: (row) => Boolean(row.reward_error) || row.reward === null,
   stale: (row) => row.staleness > 0,
+  "held out": (row) => Boolean(row.held_out),
 };
 
 const ORDERS = {
@@ -103,7 +106,7 @@ class Rows {
       row.reward === undefined ? null : make("b", {}, `reward ${number(row.reward)}`),
       row.step === undefined ? null : make("span", {}, `step ${row.step}`),
       row.length === undefined ? null : make("span", {}, `${number(row.length)} tokens`),
-      ...flags.map((flag) => make("i", {}, flag)),
+      ...flags.map((flag) => make("i", flag === "held out" ? { class: "held-out" } : {}, flag)),
     ];
     // The end of a prompt tells it from others better than its beginning.
     const prompt = `${row.prompt ?? ""}`;
@@ -136,26 +139,39 @@ class Rows {
   head(row) {
     const group = this.groupOf(row);
     const where = [
-      `step ${row.step}`,
+      row.held_out ? `held out, after ${number(row.step)} steps` : `step ${row.step}`,
       row.group === undefined ? null : `group ${row.group}`,
       group.length > 1 ? `row ${group.indexOf(row) + 1} of ${group.length}` : null,
     ];
     const given = Object.entries(row).filter(([name, value]) => !PLACED.includes(name) && value !== null && value !== "");
     const facts = [["reward", row.reward], ["advantage", row.advantage], ["tokens", row.length], ...given];
-    const told = facts.filter(([, value]) => value !== undefined);
     return make(
       "div",
       { class: "row-head" },
       make("h3", {}, where.filter(Boolean).join(" · ")),
-      row.reward_error ? make("p", { class: "error" }, row.reward_error) : null,
       imagesOf(row.images),
-      make("dl", {}, ...told.map(([name, value]) => make("div", {}, make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, valueText(value))))),
+      this.verdict(row, given),
+      listOf(facts.filter(([name]) => !isOfVerdict(name))),
+    );
+  }
+
+  /** What the model said, what it should say, and what the reward found, next to each other. */
+  verdict(row, given) {
+    const text = `${row.completion ?? ""}`;
+    const said = text.length > END ? `…${text.slice(-END)}` : text;
+    const found = [["reward", row.reward], ...given.filter(([name]) => isOfVerdict(name))];
+    return make(
+      "div",
+      { class: "verdict" },
+      listOf([["completion", said], ["answer", row.answer ?? undefined]]),
+      make("div", {}, listOf(found), row.reward_error ? make("p", { class: "error" }, row.reward_error) : null),
     );
   }
 
   groupOf(row) {
     if (row.group === undefined) return [row];
-    return data.samples.filter((each) => each.group === row.group && each.step === row.step);
+    const isNear = (each) => each.group === row.group && each.step === row.step && each.held_out === row.held_out;
+    return data.samples.filter(isNear);
   }
 
   /** The group of a row side by side. */
@@ -225,6 +241,15 @@ function textOf(row) {
     texts.set(row, parts.filter(Boolean).join("\n").toLowerCase());
   }
   return texts.get(row);
+}
+
+/** Whether a number or a text of a row is the reward's. */
+const isOfVerdict = (name) => name === "reward" || name.startsWith("reward_");
+
+/** Names with their values, but those that are not known. */
+function listOf(facts) {
+  const told = facts.filter(([, value]) => value !== undefined);
+  return make("dl", {}, ...told.map(([name, value]) => make("div", {}, make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, valueText(value)))));
 }
 
 function valueText(value) {

@@ -18,7 +18,8 @@ class Measurement:
 
     every: int
     """Steps between two measurements. The first is before the first step."""
-    measure: Callable[[], Coroutine[Never, Never, Numbers]]
+    measure: Callable[[int], Coroutine[Never, Never, Numbers]]
+    """Gets the number of steps done."""
     wait: bool = False
     """Let the steps wait for it."""
     prepare: Callable[[], Awaitable[object]] | None = None
@@ -94,4 +95,4 @@ class BackgroundEvaluations:
         return f"the evaluation after {self._begun} steps"
 
     async def _run(self, measurement: Measurement, done: int) -> None:
-        self._record(done, await measurement.measure())
+        self._record(done, await measurement.measure(done))

@@ -187,10 +187,11 @@ def evaluate_during(
 ) -> None:
     """Evaluate the sampler on held-out prompts every `config.every` steps while the run trains. No-op without `config`.
 
-    Call it before `run.steps`. The results go to evaluations.jsonl as `eval/greedy`, `eval/pass@k` and so on. An error
-    in an evaluation ends the run. It begins when a step's weights are published, and training continues. So later
-    tokens may come from newer weights, unless `config.pause_training` is set. `eval/version_oldest` and
-    `eval/version_newest` show the versions. With `ahead = 0` the run trains on exactly the same data as without it.
+    Call it before `run.steps`. The results go to evaluations.jsonl as `eval/greedy`, `eval/pass@k` and so on, and some
+    of the greedy completions to samples.jsonl. An error in an evaluation ends the run. It begins when a step's weights
+    are published, and training continues. So later tokens may come from newer weights, unless `config.pause_training`
+    is set. `eval/version_oldest` and `eval/version_newest` show the versions. With `ahead = 0` the run trains on
+    exactly the same data as without it.
 
     `policy`: publish its weights before each evaluation, for scripts that do not publish after each step. Raises
     DataError if there are no prompts.
@@ -210,8 +211,9 @@ def evaluate_during(
         seed=config.seed,
     )
 
-    async def measure() -> Mapping[str, float]:
+    async def measure(done: int) -> Mapping[str, float]:
         _, greedy, sampled = await _judge(sampler, some, beside, score)
+        await run.keep_held_out(done, greedy)
         return await _numbers(greedy, sampled, config.n, config.threshold)
 
     prepare = partial(publish, policy, sampler) if policy else None
@@ -237,19 +239,20 @@ async def evaluate(
     The reward comes from `score`, else from the episodes of an environment, else from exact match. NaN if there are no
     prompts.
     """
-    _, greedy, sampled, _ = await _means(sampler, prompts, sampling, score)
+    _, greedy, sampled, _, _ = await _means(sampler, prompts, sampling, score)
     return {"greedy": greedy, "sampled": sampled}
 
 
 async def _means(
     sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None
-) -> tuple[str, float, float, list[dict[str, object]]]:
+) -> tuple[str, float, float, list[dict[str, object]], Batch]:
     """Return the name of the reward, its means over greedy and sampled completions, and a row for each prompt.
 
-    A row has the rewards `greedy` and `sampled`, and the texts `prompt` and `completion` (greedy).
+    The greedy completions are last. A row has the rewards `greedy` and `sampled`, and the texts `prompt` and
+    `completion` (greedy).
     """
     if not len(prompts):
-        return "reward" if score else _EXACT, nan, nan, []
+        return "reward" if score else _EXACT, nan, nan, [], prompts
     name, greedy, sampled = await _judge(sampler, prompts, sampling.model_copy(update={"n": 1}), score)
     texts = [text for text in ("prompt", "completion") if text in greedy]
     greedy = await greedy.load("rewards", *texts)
@@ -257,7 +260,7 @@ async def _means(
     columns |= {"greedy": greedy.rewards.tolist(), "sampled": sampled.rewards.tolist()}
     rows = [{key: column[index] for key, column in columns.items()} for index in range(len(prompts))]
     means = [known_mean(each.rewards) for each in (greedy, sampled)]
-    return name, means[0], means[1], rows
+    return name, means[0], means[1], rows, greedy
 
 
 class Measured(Protocol):
@@ -303,7 +306,9 @@ async def held_out(
     rows: list[dict[str, object]] = []
 
     async def measure() -> dict[str, float]:
-        name, greedy, sampled, rows[:] = await _means(sampler, prompts, config.sampling, judged)
+        name, greedy, sampled, rows[:], completions = await _means(sampler, prompts, config.sampling, judged)
+        if config.evaluation and len(prompts):
+            await run.keep_held_out(run.done, completions)
         return {name: greedy, f"{name}_sampled": sampled}
 
     before = await run.once("held out", measure)

@@ -63,6 +63,7 @@ async def evaluate_task(model: str, options: EvalOptions, overrides: Sequence[st
     prompts = prompts.select(np.arange(min(len(prompts), options.rows or len(prompts))))
     prompts = prompts.assign(groups=np.arange(len(prompts), dtype=np.int64))
     async with Run(config.run, config.model_dump(mode="json")) as run:
+        run.recorder.leaves_failures = False
         sampler = await run.spawn(Sampler, config.sampler)
         reward = await run.spawn(Reward, config.reward)
         judgements: list[tuple[Batch, Batch | None]] = []

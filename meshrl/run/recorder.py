@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -113,7 +114,8 @@ class Recorder:
     metrics.jsonl   one object per step: `step`, `seconds` since the start, and the step's numbers
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
-    samples.jsonl   some rows at intervals: prompt, completion, reward, other numbers, and those of each token
+    samples.jsonl   some rows at intervals: prompt, completion, reward, other numbers, and those of each token.
+                    `held_out` is true for those of an evaluation, and `step` is that of its line
     logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward,
                     and the share of unknown ones
@@ -162,6 +164,8 @@ class Recorder:
         """The numbers of the newest step."""
         self.shows_progress = True
         """True if a user is watching."""
+        self.leaves_failures = True
+        """False if the folder is removed if the run fails before its first step, and no rank has a log there."""
         with ExitStack() as opened:  # closed if a later one fails
             self._metrics, self._samples, self._groups = (
                 opened.enter_context((folder / name).open("ab")) for name in (METRICS, SAMPLES, GROUPS)
@@ -179,8 +183,10 @@ class Recorder:
         self._trackers.begin(self.folder, self._resolved, self._first_step)
 
     def _stay(self) -> None:
-        """Leave the files of a run without steps where they are."""
-        if self.folder != self._final:
+        """Leave the files of a run without steps where they are, if there is something to read."""
+        if not (self._steps or self.leaves_failures or (self.folder / "logs").exists()):
+            shutil.rmtree(self.folder)
+        elif self.folder != self._final:
             log.warning(
                 f"no step was made: {self._final} is the earlier run's, and this one's files are in {self.folder}"
             )
@@ -226,7 +232,7 @@ class Recorder:
         return numbers
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write some rows of a batch, as `Samples` returns them. Trackers get the texts and rewards.
+        """Write some rows of a batch, as `Samples` returns them. Trackers get texts and rewards of those trained on.
 
         Rows are kept without their tokens if the file has no more room for them.
         """
@@ -243,8 +249,8 @@ class Recorder:
                     )
                 self._is_full = True
             _write_line(self._samples, line)
-        shown = shown_in_trackers(rows)
-        self._trackers.send(lambda tracker: tracker.samples(step, shown))
+        if shown := shown_in_trackers(rows):
+            self._trackers.send(lambda tracker: tracker.samples(step, shown))
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size in bytes of each growing file, flushed to disk."""

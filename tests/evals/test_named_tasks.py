@@ -247,6 +247,8 @@ def test_a_model_is_evaluated_and_what_it_said_is_kept_to_be_read(model: str) ->
     assert all(line["prompt"].count("Question:") == 2 for line in lines)
     done("report", "eval-gsm8k")
     assert "What is 1+10?" in (folder / "report.html").read_text("utf-8")
+    assert "does not exist" in refused("eval", "gsm8k", "--model", "nowhere")
+    assert [path.name for path in Path("runs").iterdir()] == ["eval-gsm8k"], "a failure leaves nothing"
 
 
 def test_rows_of_a_file_and_a_run_are_evaluated_as_well(model: str) -> None:

@@ -101,7 +101,7 @@ def test_wandb(tmp_path: Path) -> None:
     ]
     found = {line["step"]: line["reward"] for line in history if "reward" in line}
     assert found == dict(enumerate(rewards(tracked)))
-    assert [line["step"] for line in history if "samples/path" in line or "samples" in line] == [0, 2]
+    assert [line["step"] for line in history if "samples/path" in line or "samples" in line] == [0, 1, 2, 3]
     assert [each.artifact.type for each in told if each.HasField("artifact")].count("report") == 1
 
 
@@ -123,7 +123,7 @@ def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files == {"config.toml", "samples.json", "summary.json", "report.html"}
     table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", ".")).read_bytes())
     assert table["columns"][:3] == ["step", "prompt", "completion"]
-    assert {row[0] for row in table["data"]} == {0, 2}
+    assert {row[0] for row in table["data"]} == {0, 1, 2, 3}
     assert {len(row) for row in table["data"]} == {len(table["columns"])}
     assert json.loads(found.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
     # What the client itself reads, and writes where pandas is there.
@@ -137,7 +137,7 @@ def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trackio(tracked: Path) -> None:
     logs, config, artifacts = json.loads((tracked / "trackio.json").read_bytes())
     assert {line["step"]: line["reward"] for line in logs if "reward" in line} == dict(enumerate(rewards(tracked)))
-    assert [line["step"] for line in logs if "samples" in line] == [0, 2]
+    assert [line["step"] for line in logs if "samples" in line] == [0, 1, 2, 3]
     assert (config["policy"]["backend"], config["links"]) == ("fake", links(tracked))
     assert artifacts == ["quickstart-report"]
 

@@ -31,6 +31,7 @@ def row(step: int, group: int, number: int, **other: object) -> dict[str, object
         "step": step,
         "prompt": f"Why is it? {group}",
         "completion": f"Because of {step}-{group}-{number}",
+        "answer": "42",
         "reward": number / 4,
         "reward_right": number / 8,
         "group": group,
@@ -57,6 +58,7 @@ def write(folder: Path) -> list[dict[str, Any]]:
     rows[1] |= {"truncated": True}
     rows[2] |= {"reward": None, "reward_error": "ValueError: no number in it"}
     rows[3] |= {"staleness": 2}
+    rows[4] |= {"held_out": True}
     append(folder / "samples.jsonl", {"step": 0, "prompt": "of an older run", "completion": "ok", "reward": 0.5}, *rows)
     append(folder / "metrics.jsonl", *metrics(21))
     (folder / "config.toml").write_text('algorithm = "grpo"\n[task]\nsource = "some"\n', "utf-8")
@@ -102,14 +104,10 @@ async def test_values_on_the_page_are_those_of_the_file_by_pointer_and_by_key(
     await expect(page.locator(".count")).to_have_text("17 of 17 rows")
     newest = next(line for line in rows if line["step"] == 20)
     await expect(page.locator(".row-head h3")).to_have_text("step 20 · group 20 · row 1 of 4")
-    assert await facts(page.locator(".row-head dl")) == {
-        "reward": "0",
-        "advantage": "-0.375",
-        "tokens": "14",
-        "reward right": "0",
-        "staleness": "0",
-        "truncated": "no",
-    }
+    said, judged, others = [await facts(each) for each in await page.locator(".row-head dl").all()]
+    assert said == {"completion": newest["completion"], "answer": "42"}
+    assert judged == {"reward": "0", "reward right": "0"}
+    assert others == {"advantage": "-0.375", "tokens": "14", "staleness": "0", "truncated": "no"}
     beside = page.locator(".beside button")
     assert [(await each.inner_text()).split("\n")[0] for each in await beside.all()] == [
         f"reward {reward}" for reward in ("0", "0.25", "0.5", "0.75")
@@ -154,7 +152,7 @@ async def test_filters_a_search_and_an_order_leave_the_rows_that_fit(tmp_path: P
     async def leaves(number: int) -> None:
         await expect(count).to_have_text(f"{number} of 17 rows")
 
-    for name, told in (("truncated", "0-0-1"), ("error", "0-0-2"), ("stale", "0-0-3")):
+    for name, told in (("truncated", "0-0-1"), ("error", "0-0-2"), ("stale", "0-0-3"), ("held out", "0-1-0")):
         await page.get_by_label(name, exact=True).check()
         await leaves(1)
         await expect(items).to_contain_text([told])

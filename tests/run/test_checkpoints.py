@@ -87,7 +87,7 @@ async def test_a_run_goes_on_after_its_checkpoint_in_the_same_files(tmp_path: Pa
     steps = lines(folder / "metrics.jsonl")
     assert [(line["step"], line["group"]) for line in steps] == [(step, 2.0 * step) for step in range(9)]
     assert sorted(line["seconds"] for line in steps) == [line["seconds"] for line in steps]
-    assert [line["step"] for line in lines(folder / "samples.jsonl")] == [0, 0, 3, 3, 6, 6]
+    assert [line["step"] for line in lines(folder / "samples.jsonl")] == [0, 0, 3, 3, 6, 6, 8, 8]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes())
     assert (summary["status"], summary["steps"], summary["first_reward"]) == ("finished", 9, 0.0)
     assert summary["wall_s"] >= round(steps[-1]["seconds"], 3)

@@ -209,8 +209,9 @@ def check_kept(folder: Path, setting: Setting) -> None:
 def outcome(folder: Path, setting: Setting) -> dict[str, object]:
     run = folder / "run"
     return {
-        **{name: lines(run / name) for name in ("metrics.jsonl", "samples.jsonl")},
+        "metrics": lines(run / "metrics.jsonl"),
         # What an evaluation finds for which nothing waits hangs on when it draws.
+        "samples": [row for row in lines(run / "samples.jsonl") if not (setting.meanwhile and row.get("held_out"))],
         "evaluations": [row["step"] if setting.meanwhile else row for row in lines(run / "evaluations.jsonl")],
         "summary": {key: told for key, told in summary(folder).items() if key not in ("wall_s", "restarts")},
         "model": {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())},

@@ -208,8 +208,8 @@ class Trackers:
 
 
 def shown_in_trackers(rows: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-    """Return what trackers get of rows of samples.jsonl: texts and rewards."""
-    return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows]
+    """Return what trackers get of rows of samples.jsonl: texts and rewards of those that were trained on."""
+    return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows if not row.get("held_out")]
 
 
 class _Sample(msgspec.Struct):
@@ -221,6 +221,7 @@ class _Sample(msgspec.Struct):
     answer: object = msgspec.UNSET
     reward_error: object = msgspec.UNSET
     reward: object = msgspec.UNSET
+    held_out: bool = False
 
     def shown(self) -> Mapping[str, object]:
         found: dict[str, object] = {name: getattr(self, name) for name in _OF_SAMPLES}
@@ -228,11 +229,13 @@ class _Sample(msgspec.Struct):
 
 
 def _samples_in(file: Path) -> Iterator[_Sample]:
-    """Yield the lines of samples.jsonl, with one in memory at a time. DataError for one that is invalid."""
+    """Yield rows of samples.jsonl that were trained on, with one in memory at a time. DataError for an invalid line."""
     if file.is_file():
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
-                yield decoded(f"{file}, line {number}", line, _Sample)
+                sample = decoded(f"{file}, line {number}", line, _Sample)
+                if not sample.held_out:
+                    yield sample
 
 
 def _recall(
