@@ -39,7 +39,7 @@ HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu1
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials evals lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -128,6 +128,8 @@ test-verifiers: .venv-verifiers/.done setup  ## environments of verifiers, playe
 
 test-tinker: .venv-cookbook/.done setup  ## recipes of tinker-cookbook, unmodified, on a server of a small model
 	$(BIN)/pytest -n 2 tests/cookbook
+
+evals: .venv-evals/.done  ## .venv-evals: .venv and what tasks by name need (docs/evaluate.md)
 
 test-evals: .venv-evals/.done  ## tasks of lm-evaluation-harness by name, in a separate environment
 	.venv-evals/bin/python -m pytest -n 2 tests/evals

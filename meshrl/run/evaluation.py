@@ -108,6 +108,15 @@ def bootstrap(values: ArrayLike, seed: int) -> Estimate:
     return Estimate(float(given.mean()), float(low), float(high))
 
 
+def mean_of(values: ArrayLike, seed: int) -> Estimate:
+    """Estimate the mean of one value for each prompt: by Wilson's interval if all are 0 or 1, else by `bootstrap`.
+
+    Resamples of equal values would be equal, too. DataError if there are no prompts.
+    """
+    given = np.asarray(values, np.float64)
+    return wilson(int(given.sum()), len(given)) if np.isin(given, (0, 1)).all() else bootstrap(given, seed)
+
+
 class BesideSampling(Sampling):
     """How completions are sampled apart from training. Training samples the same tokens with and without them."""
 
@@ -381,12 +390,12 @@ class Evaluation(msgspec.Struct, frozen=True):
     pass_at: dict[int, Estimate]
     """pass@k of sampled completions by k, with the bootstrap's interval over prompts."""
     reward: Estimate
-    """Mean reward of sampled completions, with the interval of pass@k."""
+    """Mean reward of sampled completions, with the interval of `mean_of`."""
     truncated: float
     """Share of sampled completions that were cut at the token limit."""
     reward_errors: int
     measures: dict[str, Estimate] = {}
-    """Means of the functions of a reward with several, over greedy completions, with the interval of pass@k."""
+    """Means of the functions of a reward with several, over greedy completions, with the interval of `mean_of`."""
 
     def lines(self) -> Iterator[tuple[str, Estimate]]:
         """Yield each measurement with its name."""
@@ -459,10 +468,10 @@ def estimated(
             for k in (powers_of_2(options.n) if sampled is not None else ())
             if len(passed := _pass_at(rewards, k, options.threshold))
         },
-        reward=bootstrap([mean for mean in means if not np.isnan(mean)], options.seed),
+        reward=mean_of([mean for mean in means if not np.isnan(mean)], options.seed),
         truncated=truncated,
         reward_errors=reward_errors,
-        measures={name: bootstrap(known, options.seed) for name, known in parts.items() if len(known)},
+        measures={name: mean_of(known, options.seed) for name, known in parts.items() if len(known)},
     )
 
 

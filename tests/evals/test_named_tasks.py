@@ -240,6 +240,7 @@ def test_a_model_is_evaluated_and_what_it_said_is_kept_to_be_read(model: str) ->
     found = msgspec.json.decode((folder / "eval.json").read_bytes())
     assert (found["prompts"], found["n"], set(found["pass_at"])) == (3, 2, {"1", "2"})
     assert set(found["measures"]) == {"strict_match", "flexible_extract"}
+    assert found["measures"]["strict_match"] == found["greedy"], "a score of 0 and 1 is a share, with its interval"
     assert "flexible_extract" in out
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text("utf-8").splitlines()]
     assert [line["group"] for line in lines] == [0, 0, 1, 1, 2, 2]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.errors import DataError
-from meshrl.run.evaluation import bootstrap, pass_at_k, wilson
+from meshrl.run.evaluation import bootstrap, mean_of, pass_at_k, wilson
 from tests.first_hour.terminal import done, refused
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
@@ -65,6 +65,8 @@ def test_the_bootstraps_interval_is_seeded_and_as_wide_as_theory_says() -> None:
     assert found.high - found.low == pytest.approx(width, rel=0.1)
     with pytest.raises(DataError, match="no prompt was measured"):
         bootstrap([], seed=0)
+    assert mean_of([0, 0, 1], seed=1) == wilson(1, 3), "a share, which is not certain if all are 0"
+    assert mean_of(values, seed=1) == found
 
 
 def evaluate(*arguments: str) -> tuple[str, dict[str, Any]]:
