@@ -3,7 +3,7 @@
 /** The height of a row in the list. */
 const ROW = 52;
 /** Characters of a completion beside its answer: its end, which most rewards read. */
-const END = 300;
+const END = 200;
 /** Rows of a group that stand side by side at most. */
 const BESIDE = 64;
 /** Numbers and texts of a row that have a place of their own. */
@@ -20,10 +20,10 @@ async function tokensOf(row) {
 
 /** The marks of a row, each with the filter that asks for it. */
 const MARKS = {
+  "held out": (row) => Boolean(row.held_out),
   truncated: (row) => Boolean(row.truncated),
   error: (row) => Boolean(row.reward_error) || row.reward === null,
   stale: (row) => row.staleness > 0,
-  "held out": (row) => Boolean(row.held_out),
 };
 
 const ORDERS = {
@@ -253,7 +253,7 @@ function listOf(facts) {
 }
 
 function valueText(value) {
-  return typeof value === "number" ? number(value) : typeof value === "boolean" ? (value ? "yes" : "no") : `${value}`;
+  return typeof value === "number" || value === null ? number(value) : typeof value === "boolean" ? (value ? "yes" : "no") : `${value}`;
 }
 
 /** The stronger the colour, the higher the reward among all rows. */

@@ -222,7 +222,7 @@ def evaluate_during(
 
     async def measure(done: int) -> Mapping[str, float]:
         _, greedy, sampled = await _judge(sampler, some, beside, score)
-        await run.keep_held_out(done, greedy)
+        await run.keep_held_out(greedy, done)
         return await _numbers(greedy, sampled, config.n, config.threshold)
 
     prepare = partial(publish, policy, sampler) if policy else None
@@ -317,7 +317,7 @@ async def held_out(
     async def measure() -> dict[str, float]:
         name, greedy, sampled, rows[:], completions = await _means(sampler, prompts, config.sampling, judged)
         if config.evaluation and len(prompts):
-            await run.keep_held_out(run.done, completions)
+            await run.keep_held_out(completions)
         return {name: greedy, f"{name}_sampled": sampled}
 
     before = await run.once("held out", measure)

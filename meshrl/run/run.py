@@ -107,8 +107,7 @@ class Run:
         self._evaluations = BackgroundEvaluations(self.recorder.evaluation)
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
-        self.done: int = 0
-        """Number of steps done."""
+        self._done = 0
         self._last, self._held_out = -1, -1  # the loop's last step, and steps done before the last rows held out
         self.waits: float = 0.0
         """Seconds to wait for resources for a mesh."""
@@ -268,7 +267,7 @@ class Run:
         if after:
             self._settle()
             self.recorder.account(self._cursor.account(self._step))
-        self.done += after
+        self._done += after
         await self._checkpoints.settle(wait=step is None)
         if step is None:
             await self._end_loop(loop, first, count, after=after)
@@ -277,10 +276,10 @@ class Run:
         if step == first:
             self._begin_loop(loop, first, count)
         elif after:
-            if every and self.done % every == 0:
+            if every and self._done % every == 0:
                 await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
             await self._control.obey(partial(self._checkpoint, loop, step, wait=True) if every else None)
-        await self._evaluations.turn(self.done)
+        await self._evaluations.turn(self._done)
         self._loop, self._step, self._step_began, self._stepping = loop, step, clock(), True
 
     async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
@@ -291,7 +290,7 @@ class Run:
         if after and self.config.checkpoint_every:
             await self._checkpoint(loop, count, wait=True)  # a run with more steps resumes from it
         if after or is_resumed:
-            await self._evaluations.turn(self.done)
+            await self._evaluations.turn(self._done)
         await self._evaluations.settle()
         if self._schedule:
             self._schedule.end_loop()
@@ -301,7 +300,7 @@ class Run:
         self.recorder.account(self._cursor.account(None))  # prompts dropped by now count as used
         data = self._cursor.reached()  # before anything else continues
         sizes, once = self.recorder.sizes(), as_json(self._once)
-        await self._checkpoints.write(Saved(loop, step, self.done, sizes, once, data, {}), wait=wait)
+        await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data, {}), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and self._evaluations.measurement is None:
@@ -311,7 +310,7 @@ class Run:
             )
         self._checkpoints.begin(loop)
         if self._saved and loop == self._saved.loop:
-            self.done = self._saved.done
+            self._done = self._saved.done
             if first < count:
                 log.info(f"{self.recorder.folder} continues after step {first} of {count}")
             else:
@@ -351,11 +350,12 @@ class Run:
         if batch is not None and (step % self.config.samples_every == 0 or step == self._last):
             await self._keep_samples(step, batch)
 
-    async def keep_held_out(self, step: int, judged: Batch) -> None:
+    async def keep_held_out(self, judged: Batch, done: int | None = None) -> None:
         """Write some judged completions of held-out prompts as samples, once after each number of steps.
 
-        `step`: the number of steps done when they began.
+        `done`: the number of steps done when they began. Default: now.
         """
+        step = self._done if done is None else done
         if step > self._held_out:
             self._held_out = step
             await self._keep_samples(step, judged, held_out=True)

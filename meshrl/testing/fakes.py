@@ -453,6 +453,9 @@ class FakeRun(Run):
         """Keep the numbers."""
         self.recorded.append({**metrics.means(), **numbers})
 
+    async def keep_held_out(self, judged: Batch, done: int | None = None) -> None:
+        """Write nothing."""
+
     def summary(self, **values: float | str) -> None:
         """Keep the values."""
         self.told |= values
