@@ -35,7 +35,7 @@ from meshrl_torch.wire import nccl
 _CPU_READS: Final = 4096
 """Most tokens read in one step on a CPU."""
 _STEPS: Final = 8
-"""Steps of prompts without a pause whose images have room on a CPU."""
+"""Tokens of images that have room on a CPU, by those of a step."""
 _FOR_IMAGES: Final = {
     "limit_mm_per_prompt": {"video": 0},
     "mm_processor_cache_gb": 0,  # a call has each image once
@@ -71,8 +71,11 @@ class _VllmEngine:
         # The use on which vLLM bases its number of tokens in a step. Its default reads 2048 at once.
         use = UsageContext.LLM_CLASS
         config = _arguments(asked).create_engine_config(use)
-        if asked.image_token is not None:
-            _make_room(config.scheduler_config, asked)
+        scheduler = config.scheduler_config
+        if asked.image_token is not None and not scheduler.enable_chunked_prefill:
+            # Else a prompt would be read in parts, if images of its cached tokens have to be seen again.
+            room = _STEPS * scheduler.max_num_batched_tokens
+            scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
         self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
         self._eyes = None
         if asked.image_token is not None:
@@ -295,13 +298,6 @@ def _arguments(asked: Start) -> Any:
         **_for_adapters(asked),
     )
     return EngineArgs(**with_args(own, asked.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}"))
-
-
-def _make_room(scheduler: Any, asked: Start) -> None:
-    """Let each row's images be read in one step: on a CPU, also those that are read again with cached tokens."""
-    times = 1 if scheduler.enable_chunked_prefill else _STEPS
-    room = times * max(scheduler.max_num_batched_tokens, asked.max_tokens)
-    scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
 
 
 def _for_adapters(asked: Start) -> dict[str, Any]:
