@@ -136,7 +136,7 @@ class _VllmEngine:
             if row.adapter and row.adapter not in self._adapters:
                 self._without[row.number] = self._loaded
             tokens = np.frombuffer(row.tokens, np.int32)
-            prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
+            prompt: Any = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
             if self._eyes and row.images:
                 seen = [order.images[name] for name in row.images]
                 prompt = self._eyes.prompt(tokens, salt, seen, [items[name] for name in row.images])
