@@ -210,10 +210,13 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --editable '.[torch,agents,tasks,watch]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+# torchvision's build for CUDA registers operators that torch for CPUs lacks, and would raise.
 .venv-vllm/.done .venv-sglang/.done: .venv-%/.done: requirements-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
+	echo "import sys, types; sys.modules['torchvision._meta_registrations'] = types.ModuleType('none')" \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_without_cuda.pth
 	@touch $@
 
 # torch from the index alone, because a folder of pip's configuration may have its build for CPUs. All else is .venv's.

@@ -81,6 +81,8 @@ class Kind:
     """True if its processes read a policy's broadcast by themselves."""
     takes_adapters: bool = False
     """True if it decodes rows of several adapters, whose weights come alone."""
+    sees: bool = False
+    """True if it takes rows with images."""
 
 
 class EngineConnection(ABC):

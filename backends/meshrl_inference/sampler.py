@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 import msgspec
 import numpy as np
+import torch
 
 from meshrl import log
-from meshrl.data import BASE, ArrivalLog, Batch, Constraint, Weights, read_constraint
+from meshrl.data import BASE, ArrivalLog, Batch, Constraint, Images, Weights, read_constraint
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, chosen_options, options_of, places_of
@@ -103,6 +104,13 @@ def _cut(request: Request, words: Words, row: int, done: protocol.Done) -> proto
     new = end - len(prefix)
     logprobs = np.frombuffer(done.logprobs, np.float32)[:new].tobytes()
     return msgspec.structs.replace(done, tokens=tokens[:new].tobytes(), logprobs=logprobs, reason="stop")
+
+
+def _sent(tensor: torch.Tensor, dtype: torch.dtype) -> protocol.SentTensor:
+    """Return a tensor for a message, in this dtype if it has floats."""
+    own = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    data = own.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return protocol.SentTensor(str(own.dtype).removeprefix("torch."), list(own.shape), data)
 
 
 class _PendingLoad:
@@ -196,6 +204,7 @@ class EngineSampler(Sampler):
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
             options.own, dict(options.args), options.room[0] if self._max_rank else 0, self._max_rank,
+            self._words.vision.token if self.kind.sees and self._words.vision else None,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python, options.start_timeout)
         log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)
@@ -235,8 +244,9 @@ class EngineSampler(Sampler):
         if self._refused:
             raise ModelError(self._refused)
         self._check_draws(sampling)
-        rollouts = Rollouts(self._words, prompts, sampling, adapters=self._ranks)
+        rollouts = Rollouts(self._words, prompts, sampling, adapters=self._ranks, sees=self.kind.sees)
         request = rollouts.request
+        self._check_images(request)
         self._check_known(request)
         self._check_constraints(request)
         if len(rollouts.ended.rows) or not len(rollouts.rows):
@@ -372,6 +382,9 @@ class EngineSampler(Sampler):
                     f"{self._engine.tokens - 1}: give it rows of the model's tokenizer"
                 )
 
+    def _check_images(self, request: Request) -> None:
+        """Raise ModelError if rows have images, and the engine takes none for this model."""
+
     def rule_of(self, constraint: Constraint) -> str:
         """Return a constraint as the engine reads it. DataError if it cannot follow that."""
         raise DataError(
@@ -406,14 +419,28 @@ class EngineSampler(Sampler):
             seed = int(key(int(seeds[adapter]), int(request.numbers[index]))) & _SEEDS
             text = str(request.constraints[index])
             rule = self.rule_of(read_constraint(text, f"row {request.rows[index]}")) if text else ""
-            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, seed, adapter, rule))
+            names = list(request.images[int(request.prefix[index])]) if request.images else []
+            rows.append(protocol.Row(number, np.array(prefix, np.int32).tobytes(), left, seed, adapter, rule, names))
         self._engine.send(
             protocol.Generate(
-                rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
+                rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop),
+                self._seen(request.images, rows),
             )
-        )
+        )  # fmt: skip
         self._calls[call.number] = call
         return call
+
+    def _seen(self, images: Images | None, rows: Sequence[protocol.Row]) -> dict[str, protocol.SeenImage]:
+        """Return what the processor made of each image of these rows, in the sampler's dtype."""
+        vision, dtype = self._words.vision, cast("torch.dtype", getattr(torch, self._config.dtype))
+        if images is None or vision is None:
+            return {}
+        found: dict[str, protocol.SeenImage] = {}
+        for name in {name: None for row in rows for name in row.images}:
+            seen = vision.seen(images, name, f"the image {name}")
+            tensors = {key: _sent(each, dtype) for key, each in seen.inputs.items()}
+            found[name] = protocol.SeenImage(seen.fingerprint, seen.tokens, tensors)
+        return found
 
     def _next_number(self, sampling: Sampling) -> int:
         """Return the number of earlier calls. Calls outside training count separately: -1, -2, ..."""

@@ -5,7 +5,7 @@ from typing import Final
 
 from meshrl_inference import AXES, CHAT, COUNTS, ENDS, MEMORY, NEEDS, READS, TEXTS
 
-__all__ = ["AXES", "BLIND", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "TEXTS"]
+__all__ = ["AXES", "CHAT", "COUNTS", "ENDS", "MASKS", "MEMORY", "NEEDS", "OPTIONS", "READS", "ROLES", "SEES", "TEXTS"]
 
 MASKS: Final = "served"
 """Answers are held to any constraint, under masks of the engine's own."""
@@ -19,5 +19,5 @@ ROLES: Final[Mapping[str, str]] = {
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """The schema of each role's options: the table `vllm` in the role's."""
 
-BLIND: Final = True
-"""It takes no images."""
+SEES: Final = "meshrl_vllm.families:check_images"
+"""Refuses a model whose images vLLM may read otherwise than a policy."""

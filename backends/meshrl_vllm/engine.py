@@ -34,6 +34,13 @@ from meshrl_torch.wire import nccl
 
 _CPU_READS: Final = 4096
 """Most tokens read in one step on a CPU."""
+_STEPS: Final = 8
+"""Tokens of images that have room on a CPU, by those of a step."""
+_FOR_IMAGES: Final = {
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_processor_cache_gb": 0,  # a call has each image once
+    "mm_device_do_normalize": False,  # the sampler's processor has done so
+}
 _PROBE: Final = "probe "
 """The prefix of the names of requests that read a probe."""
 
@@ -63,7 +70,18 @@ class _VllmEngine:
         self._slots = asked.slots
         # The use on which vLLM bases its number of tokens in a step. Its default reads 2048 at once.
         use = UsageContext.LLM_CLASS
-        self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), use, enable_multiprocessing=False)
+        config = _arguments(asked).create_engine_config(use)
+        scheduler = config.scheduler_config
+        if asked.image_token is not None and not scheduler.enable_chunked_prefill:
+            # Else a prompt would be read in parts, if images of its cached tokens have to be seen again.
+            room = _STEPS * scheduler.max_num_batched_tokens
+            scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
+        self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
+        self._eyes = None
+        if asked.image_token is not None:
+            from meshrl_vllm.seeing import Eyes  # noqa: PLC0415 -- as above
+
+            self._eyes = Eyes(self._engine, asked.image_token)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
         if asked.adapters:
@@ -99,6 +117,7 @@ class _VllmEngine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, order: Generate, salt: str) -> None:
+        items = self._eyes.items(order.images) if self._eyes else {}
         for row in order.rows:
             sampling = self._sampling(
                 temperature=order.temperature,
@@ -116,8 +135,12 @@ class _VllmEngine:
             )
             if row.adapter and row.adapter not in self._adapters:
                 self._without[row.number] = self._loaded
-            tokens = np.frombuffer(row.tokens, np.int32).tolist()
-            self._ask(str(row.number), tokens, salt, sampling, adapter=row.adapter)
+            tokens = np.frombuffer(row.tokens, np.int32)
+            prompt: Any = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
+            if self._eyes and row.images:
+                seen = [order.images[name] for name in row.images]
+                prompt = self._eyes.prompt(tokens, salt, seen, [items[name] for name in row.images])
+            self._ask(str(row.number), prompt, sampling, adapter=row.adapter)
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
         """Stop decoding these rows. vLLM has their tokens at hand."""
@@ -181,6 +204,8 @@ class _VllmEngine:
         """Count new weights from the next step on."""
         self._loaded = order.number
         self._engine.set_weight_version(str(order.number))
+        if self._eyes:  # what they saw is that of the weights before
+            self._engine.reset_encoder_cache()
         if order.recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
@@ -200,7 +225,8 @@ class _VllmEngine:
         self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
         reading = self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         for name, tokens in zip(self._unread, probe, strict=True):
-            self._ask(name, tokens, f"{salt} {name}", reading, priority=-1, adapter=adapter)
+            prompt = {"prompt_token_ids": tokens, "cache_salt": f"{salt} {name}"}
+            self._ask(name, prompt, reading, priority=-1, adapter=adapter)
         while not all(self._unread.values()):
             self.step(None)
         values = [value for row in self._unread.values() for value in row]
@@ -225,8 +251,8 @@ class _VllmEngine:
     def _sampling(self, **keys: object) -> Any:
         return self._vllm.SamplingParams(**keys, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
 
-    def _ask(self, name: str, tokens: list[int], salt: str, sampling: Any, *, adapter: str, priority: int = 0) -> None:
-        prompt, lora = {"prompt_token_ids": tokens, "cache_salt": salt}, self._adapters.get(adapter)
+    def _ask(self, name: str, prompt: Any, sampling: Any, *, adapter: str, priority: int = 0) -> None:
+        lora = self._adapters.get(adapter)
         self._engine.add_request(name, prompt, sampling, lora_request=lora, priority=priority)
 
     def _seats(self, extra: int) -> None:
@@ -240,14 +266,15 @@ def _arguments(asked: Start) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from meshrl_vllm import quantized, transfer  # noqa: PLC0415
+    from meshrl_vllm import quantized, towers, transfer  # noqa: PLC0415
 
     in_fp8 = asked.own["quantization"] == "fp8"
     cpu = current_platform.is_cpu()
     cache = asked.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
     as_fp8 = {"load_format": quantized.NAME, "hf_overrides": {"quantization_config": quantized.CONFIG}}
+    sees = {"load_format": towers.NAME, **_FOR_IMAGES} if asked.image_token is not None else {}
     own: dict[str, Any] = dict(
-        **(as_fp8 if in_fp8 else {}),
+        **{**sees, **(as_fp8 if in_fp8 else {})},
         model=asked.model,
         dtype=asked.dtype,
         max_model_len=asked.max_tokens,

@@ -20,6 +20,7 @@ from meshrl_inference.engine_side.protocol import Outcome, SharedBucket
 from meshrl_torch.wire.manifest import Manifest
 from meshrl_vllm import quantized
 from meshrl_vllm.adapters import leave_rows_without
+from meshrl_vllm.towers import in_tower
 from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
@@ -80,7 +81,7 @@ class Transfer(WeightTransferEngine[NoInfo, Update]):
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors by their names in files."""
-        self.model.load_weights(quantized.in_fp8(named, self._matrices, self.device))
+        self.model.load_weights(quantized.in_fp8(in_tower(named, self.model), self._matrices, self.device))
 
     def finish_weight_update(self) -> None:
         """Put the weights where the kernels read them, if any were loaded."""
@@ -127,7 +128,7 @@ class Extension:
             if there != shape:
                 raise ValueError(f"`{name}` is {there} in {folder} and {shape} in the model that is served")
         engine.begin()
-        engine.model.load_weights(iter(found.items()))
+        engine.model.load_weights(in_tower(found.items(), engine.model))
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

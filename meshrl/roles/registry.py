@@ -7,6 +7,7 @@ these attributes too. All functions are given as import paths:
 - `MODELS`: what its roles do with the model of their table (see `Models`).
 - `AXES`: the axes along which the ranks of a role can be arranged, by role.
 - `BLIND`: true if its roles take no rows with images.
+- `SEES`: a function that raises ModelError if a role takes no images for its table's model.
 - `NEEDS`: a function that raises BackendError if a role's table needs a package that is not installed.
 - `COUNTS`: a function that counts the tokens of prompts, or of whole rows, with the tokenizer of a table's model alone.
 - `TEXTS`: a function that returns one from rows of tokens to the text of each token, with its tokenizer alone.
@@ -152,7 +153,7 @@ def axes_of(role: str, backend: str) -> Sequence[str]:
 
 
 def function_of(
-    backend: str, name: Literal["NEEDS", "COUNTS", "TEXTS", "ENDS", "MEMORY", "FLOPS", "CHAT", "READS"]
+    backend: str, name: Literal["NEEDS", "COUNTS", "TEXTS", "ENDS", "MEMORY", "FLOPS", "CHAT", "READS", "SEES"]
 ) -> Callable[..., object] | None:
     """Return the function that a backend's attribute names, or None."""
     path = getattr(_module(backend), name, None)

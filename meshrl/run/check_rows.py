@@ -19,6 +19,7 @@ from meshrl.roles import (
     Sampling,
     backends_with,
     count_tokens,
+    function_of,
     takes_images,
 )
 from meshrl.run.config import AlgorithmConfig, table_of, tables_of, uses_model
@@ -76,6 +77,9 @@ def _blind(task: TaskConfig, config: Config) -> list[str]:
         remedy = "remove task.images, and let the program send each file as a data URL in its requests (docs/images.md)"
         return [f"{wrong}: {remedy}"]
     tables = [(path, table) for path, table in tables_of(config) if isinstance(table, PolicyConfig | SamplerConfig)]
+    for _, table in tables:
+        if task.images and (check := function_of(table.backend, "SEES")):
+            check(table)
     return [
         f"task.images: {dotted(path)}.backend = {table.backend!r} takes no images: set it to one of "
         f"{', '.join(map(repr, filter(takes_images, backends_with(table.role))))}"

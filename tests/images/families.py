@@ -37,6 +37,9 @@ _QWEN: Final[Mapping[str, Any]] = {
     "depth": 1, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_size": 16,
     "intermediate_size": 24, "out_hidden_size": 32,
 }  # fmt: skip
+_VIDEOS: Final = {
+    "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor", "internvl": "InternVLVideoProcessor",
+}  # fmt: skip
 _NAMED: Final = {"image_token": "<image>"}
 _PADS: Final = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _AROUND: Final = {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
@@ -157,9 +160,29 @@ FAMILIES: Final[Mapping[str, Callable[[], Any]]] = {
 }
 
 
-def folder_of(family: str, folder: Path) -> str:
-    """Write a tiny model of a family with its tokenizer and its processor, and return its folder."""
+def _widen(shape: Any, folder: Path) -> None:
+    """Give the text model heads of 32 dims, and the folder what reads videos."""
+    for name, size in (("hidden_size", 64), ("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 32)):
+        setattr(shape.text_config, name, size)
+    if "mrope_section" in shape.text_config.rope_parameters:
+        shape.text_config.rope_parameters["mrope_section"] = [4, 6, 6]
+        shape.vision_config.out_hidden_size = shape.text_config.hidden_size
+    if reader := _VIDEOS.get(shape.model_type):
+        own = (
+            {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2} if shape.model_type.startswith("qwen") else {}
+        )
+        (folder / "video_preprocessor_config.json").write_text(_json({"video_processor_type": reader, **own}))
+
+
+def folder_of(family: str, folder: Path, *, wide: bool = False) -> str:
+    """Write a tiny model of a family with its tokenizer and its processor, and return its folder.
+
+    `wide`: as vLLM's kernels for CPUs and its processors want it.
+    """
     shape, words, processor, more = FAMILIES[family]()
+    if wide:
+        folder.mkdir()
+        _widen(shape, folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = AutoModelForImageTextToText.from_config(shape)

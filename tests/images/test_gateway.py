@@ -103,7 +103,7 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
             await talk.ask([asked(*many)])
         with pytest.raises(openai.BadRequestError, match="assistant's message has an image"):
             await talk.ask([{**asked(seen(one)), "role": "assistant"}, asked("and?")])
-        for backends, why in ((("vllm", ""), "sampler's backend 'vllm'"), (("torch", "megatron"), "policy's backend")):
+        for backends, why in ((("http", ""), "sampler's backend 'http'"), (("torch", "megatron"), "policy's backend")):
             chat.backends = backends
             with pytest.raises(openai.BadRequestError, match=f"{why}.* takes none"):
                 await talk.ask([asked(seen(one))])

@@ -24,7 +24,7 @@ from meshrl.hub import dataset_rows
 from meshrl.run import find_mistakes, load_job, shipped_configs
 from meshrl.run.check_rows import find_row_mistakes
 from meshrl.tasks.fetching import fetched
-from tests.images.families import picture
+from tests.images.families import folder_of, picture
 
 
 def file(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
@@ -243,6 +243,21 @@ def test_a_backend_without_images_is_a_mistake_before_a_run() -> None:
     assert "policy.backend = 'megatron' takes no images: set it to one of" in "".join(
         find_mistakes(job.config, job.run)
     )
+
+
+def test_a_model_whose_images_vllm_may_read_otherwise_is_a_mistake_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"word": "a", "answer": "b", "image": f"data:;base64,{base64.b64encode(picture(1)).decode()}"})
+    )
+    task = TaskConfig(source=str(tmp_path / "rows.jsonl"), prompt="{word}", images=("image",), held_out=0)
+    for family, refused in (("gemma3", True), ("llava", False)):
+        keys = [f"policy.model={folder_of(family, tmp_path / family)}", "policy.chat=true", "sampler.backend=vllm"]
+        job = load_job(shipped_configs()["grpo/shapes"], keys)
+        mistakes = "".join(find_row_mistakes(task, job.config))
+        assert (
+            f"takes images for models of the types internvl, llava, qwen2_5_vl, qwen3_vl, and this one's is {family}"
+            in mistakes
+        ) == refused
 
 
 def test_images_of_rows_for_an_agent_are_a_mistake_before_a_run(tmp_path: Path) -> None:

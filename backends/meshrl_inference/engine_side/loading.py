@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from xxhash import xxh3_64_intdigest
@@ -28,6 +28,7 @@ from xxhash import xxh3_64_intdigest
 from meshrl_inference.engine_side.protocol import AdapterOf, Load, Outcome, SharedBucket, SharedTensor
 from meshrl_torch.wire import fp8
 from meshrl_torch.wire.bucket_bytes import dtype_of, place_in
+from meshrl_torch.wire.generator import generator_of
 from meshrl_torch.wire.manifest import Manifest, Part
 from meshrl_torch.wire.plan import ConflictError
 from meshrl_torch.wire.reader import Damaged, Lost, Reader
@@ -56,8 +57,10 @@ class Naming:
     """The tensors of a folder's model in transformers, and their names in files."""
 
     def __init__(self, folder: str) -> None:
+        shape = AutoConfig.from_pretrained(folder)
+        kind: Any = generator_of(shape)
         with torch.device("meta"):
-            self._network: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            self._network: Any = kind.from_config(shape)
         self.differs: Final = bool(get_model_conversion_mapping(self._network, add_legacy=False))
         """True if files store them differently."""
 

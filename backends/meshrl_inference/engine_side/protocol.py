@@ -51,6 +51,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Most adapters whose rows are decoded in one step. 0 if none will be loaded."""
     max_rank: int = 0
     """The highest rank of an adapter."""
+    image_token: int | None = None
+    """The token whose embedding is replaced by a feature of an image. None if the model reads texts alone."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -66,6 +68,27 @@ class Row(msgspec.Struct, frozen=True):
     """Name of its adapter, which changes nothing before it is loaded. Empty if it is for the model alone."""
     rule: str = ""
     """What holds the new tokens, as the engine reads it. Empty if nothing does."""
+    images: list[str] = []
+    """Names of its images, in the order of their tokens."""
+
+
+class SentTensor(msgspec.Struct, frozen=True):
+    """A tensor in a message."""
+
+    dtype: str
+    """The name of the dtype in torch."""
+    shape: list[int]
+    data: bytes
+
+
+class SeenImage(msgspec.Struct, frozen=True):
+    """What the sampler's processor made of an image."""
+
+    fingerprint: str
+    tokens: int
+    """Number of tokens of a row which get features of it."""
+    tensors: dict[str, SentTensor]
+    """Pixels and sizes, as the model in transformers takes them."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +100,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     top_k: int
     ends: list[int]
     stop: list[str]
+    images: dict[str, SeenImage] = {}
+    """The different images of all rows, by name."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

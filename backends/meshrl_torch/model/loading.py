@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -32,10 +31,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import Mxfp4Config
@@ -50,6 +45,7 @@ from meshrl_torch.model.making import MAKING
 from meshrl_torch.model.network import LanguageModel, ready
 from meshrl_torch.model.text import END, PAD, Words, character_tokenizer, words
 from meshrl_torch.model.vision import Vision
+from meshrl_torch.wire.generator import generator_of
 
 Loaded: TypeAlias = tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]
 """A model with transformers' report of its tensors."""
@@ -216,14 +212,6 @@ class Kind:
     """transformers' loader of a folder."""
     make: Callable[..., object]
     """The same without values."""
-
-
-def generator_of(shape: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """Return the class by which transformers reads and makes a model that generates: of text, or of images and text."""
-    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(shape.model_type)
-    named = (getattr(shape, "architectures", None) or [None])[0]
-    is_text = shape.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (named is None or named != sees)
-    return AutoModelForCausalLM if sees is None or is_text else AutoModelForImageTextToText
 
 
 def _read_generator(folder: Path, *, config: PretrainedConfig | None = None, **how: Any) -> object:
