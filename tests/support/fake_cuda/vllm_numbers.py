@@ -112,8 +112,9 @@ def written(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def paged_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """FlashAttention 2 and 3: attention of packed queries on keys and values in blocks."""
     outputs, given = real(*args, **kwargs), named(real, args, kwargs)
-    unused = ("q_v", "k_new", "leftpad_k", "alibi_slopes", "s_aux", "seqused_q", "q_descale")
+    unused = ("q_v", "k_new", "leftpad_k", "alibi_slopes", "s_aux", "seqused_q")
     _only(real._schema.name, softcap=not given["softcap"], **{name: given.get(name) is None for name in unused})
+    _only(real._schema.name, k=given["k"].dtype == given["q"].dtype)
     table = given.get("page_table", given.get("block_table"))
     query, keys, values, starts = given["q"], given["k"], given["v"], given["cu_seqlens_q"].tolist()
     out = alias(outputs[0]) if given.get("out") is None else given["out"]
@@ -127,7 +128,7 @@ def paged_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         hidden = causal(end - begin, read, left) if given["is_causal"] else None
         found, _ = attend(query[begin:end].transpose(0, 1), key, value, given["softmax_scale"], hidden)
         out[begin:end] = found.transpose(0, 1)
-    return outputs
+    return [torch.empty(0, device="cuda") if each is None else each for each in outputs]  # torch refuses none
 
 
 def as_is(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,117 @@
+"""vLLM's build for CUDA as a sampler on fake GPUs: what it draws, the memory that it holds, and runs beside a trainer."""
+
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import LlamaConfig
+
+from meshrl import Batch, PolicyConfig, Sampling, Weights, rollout
+from meshrl_inference.sampler import EngineSampler
+from meshrl_torch.train.one_rank import TorchPolicy
+from meshrl_vllm.sampler import VllmSampler
+from tests.algorithms.pages import run_page
+from tests.algorithms.test_on_torch import GROUP, letter_b
+from tests.inference.conftest import MODEL, ROOT, Backend
+from tests.inference.networks import PROMPTS, SHAPE, distances, greedy, two
+from tests.inference.test_engine_adapters import TABLE, check_logprobs, learn
+
+PYTHON = ROOT / ".venv-fake-vllm" / "bin" / "python"
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-fake-vllm: `make fake-vllm`"),
+]
+OWN = {"python": str(PYTHON), "eager": True}
+"""Without CUDA graphs, which a fake GPU does not compute."""
+MIB = 2**20
+
+
+def sampler_of(**table: Any) -> EngineSampler:
+    keys = {**OWN, **table.pop("keys", {})}
+    return VllmSampler(Backend("vllm").config(slots=8, keys=keys, **table))
+
+
+class Narrow(NamedTuple):
+    """A sampler in bfloat16, which sleeps, and weights of two policies."""
+
+    sampler: EngineSampler
+    weights: list[Weights]
+    ledger: Path
+
+    @property
+    def used(self) -> int:
+        """Bytes of the first GPU."""
+        return int(struct.unpack_from("q", self.ledger.read_bytes())[0])
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def narrow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Narrow]:
+    ledger = tmp_path_factory.mktemp("ledger") / "file"
+    configs = [PolicyConfig(model=MODEL, dtype="bfloat16", seed=seed) for seed in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_LEDGER", str(ledger))
+        sampler = sampler_of(model=MODEL, dtype="bfloat16", keys={"sleep": True})
+    yield Narrow(sampler, [await TorchPolicy(config).weights() for config in configs], ledger)
+    sampler.close()
+
+
+async def test_a_gpu_is_free_while_no_row_is_decoded_and_weights_come_in_flight(narrow: Narrow) -> None:
+    sampler, asleep = narrow.sampler, narrow.used
+    await sampler.load(narrow.weights[0].with_version(1))  # a probe that differs from the policy's is an error
+    assert narrow.used == asleep
+    rows = Batch.of(prompt=["abc>"] * 200, max_tokens=np.where(np.arange(200) % 2, 200, 4))
+    stream = aiter(sampler.generate(rows, Sampling(ignore_eos=True)))
+    drawn = [await anext(stream)]
+    assert narrow.used > asleep + 32 * MIB, "the keys and values alone are 32 MiB"
+    await sampler.load(narrow.weights[1].with_version(2))
+    while not any({1, 2} <= set(row.tolist()) for row in drawn[-1].versions):
+        await sampler.abort()
+        drawn.append(await anext(stream))
+    drawn += [batch async for batch in stream]
+    assert narrow.used == asleep
+    for version, weights in enumerate(narrow.weights, 1):
+        config = PolicyConfig(model=MODEL, dtype="bfloat16", seed=version - 1)
+        assert (await TorchPolicy(config).weights()).fingerprint() == weights.fingerprint()
+        await check_logprobs(TorchPolicy(config), Batch.concat(drawn), version)
+
+
+async def test_what_it_draws_is_the_models(tmp_path: Path) -> None:
+    networks, _ = await two(LlamaConfig(**SHAPE, tie_word_embeddings=True), tmp_path)
+    sampler = sampler_of(model=str(tmp_path / "0"), dtype="float32")
+    drawn = await (await rollout(sampler, PROMPTS, Sampling(max_tokens=4, temperature=0, ignore_eos=True))).load()
+    sampler.close()
+    wanted = [row[:4] for row in greedy(networks[0])]
+    assert [row[mask].tolist() for row, mask in zip(drawn.tokens, drawn.loss_mask, strict=True)] == wanted
+    assert distances(networks[0], drawn).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("meshes", "sync", "route"),
+    [
+        pytest.param(1, "auto", "through shared memory", id="on one GPU, by shared memory"),
+        pytest.param(1, "broadcast", "by CUDA IPC", id="on one GPU, by CUDA IPC"),
+        pytest.param(2, "broadcast", "by NCCL", id="on two GPUs, by NCCL"),
+    ],
+)
+async def test_grpo_trains_beside_it(
+    meshes: int, sync: str, route: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = {
+        **letter_b(tmp_path),
+        **GROUP,
+        "steps": 2,
+        "policy": {"model": MODEL, "backend": "fsdp", "dtype": "bfloat16", "weight_sync": sync},
+        "sampler": {"backend": "vllm", "mesh": "main", "slots": 64, "vllm": {**OWN, "sleep": meshes == 1}},
+    }
+    gpu = {"cpus": 0, "gpus": 1, "gib": 4}
+    named = {"main": gpu} if meshes == 1 else {"main": gpu, "rollout": gpu}
+    table["sampler"]["mesh"] = list(named)[-1]
+    ran = await run_page("grpo", tmp_path / "run", table, engine="processes", meshes=named)
+    told = capfd.readouterr().err
+    assert route in told
+    assert [step["sampler_difference"] < 2e-2 for step in ran.steps] == [True, True]
