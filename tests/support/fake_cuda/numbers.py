@@ -233,9 +233,14 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, flat: Sequence[Any],
     return outputs
 
 
+def _refuse(_: torch.cuda.CUDAGraph) -> None:
+    raise NotImplementedError("a CUDA graph has no numbers on a fake GPU: run without graphs, or with FAKE_CUDA=memory")
+
+
 def begin() -> None:
     """Compute on fake GPUs in this thread, and in each that starts from now on."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its library plans on the GPU
+    torch.cuda.CUDAGraph.replay = _refuse  # type: ignore[method-assign]
     run = threading.Thread.run
     mode: Any = Numbers  # whose base class has no annotations
 
