@@ -1,15 +1,15 @@
-"""vLLM's build for CUDA as a sampler on fake GPUs: what it draws, the memory that it holds, and runs beside a trainer."""
+"""vLLM's build for CUDA as a sampler on fake GPUs: what it draws, the memory that it holds, and runs of GRPO."""
 
+import re
 import struct
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from transformers import LlamaConfig
 
 from meshrl import Batch, PolicyConfig, Sampling, Weights, rollout
@@ -17,10 +17,11 @@ from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler
 from tests.algorithms.pages import run_page
-from tests.algorithms.test_on_torch import GROUP, letter_b
+from tests.algorithms.test_on_torch import letter_b
 from tests.algorithms.test_on_torch import MODEL as SMALL
 from tests.inference.conftest import MODEL, ROOT, Backend
-from tests.inference.networks import PROMPTS, SHAPE, distances, greedy, two
+from tests.inference.networks import PROMPTS, SHAPE, greedy, two
+from tests.inference.test_engine_adapters import TABLE, check_logprobs, learn
 
 PYTHON = ROOT / ".venv-fake-vllm" / "bin" / "python"
 pytestmark = [
@@ -113,22 +114,31 @@ async def test_a_gpu_is_free_while_no_row_is_decoded_and_weights_come_in_flight(
         assert await apart(version - 1, everything, version) < 1e-2 < await apart(2 - version, everything, version)
 
 
-async def test_what_it_draws_is_the_models(tmp_path: Path) -> None:
+async def test_rows_are_the_models_and_those_of_adapters_theirs(tmp_path: Path) -> None:
     networks, _ = await two(LlamaConfig(**SHAPE, tie_word_embeddings=True), tmp_path)
-    sampler = sampler_of(model=str(tmp_path / "0"), dtype="float32")
-    drawn = await (await rollout(sampler, PROMPTS, Sampling(max_tokens=4, temperature=0, ignore_eos=True))).load()
+    folder, adapters = str(tmp_path / "0"), {"maths": TABLE}
+    sampler = sampler_of(model=folder, dtype="float32", adapters=adapters, keys={"max_adapters": 1})
+    table = {"model": folder, "adapters": adapters, "optimizer": {"lr": 0.05}}
+    made = TorchPolicy(PolicyConfig.model_validate(table))
+    for _ in range(2):
+        await learn(made, "maths")
+    await sampler.load(await made.weights("maths"))
+    rows = PROMPTS.assign(adapter=["", "", "maths", "maths"])
+    drawn = await (await rollout(sampler, rows, Sampling(max_tokens=4, temperature=0, ignore_eos=True))).load()
     sampler.close()
-    wanted = [row[:4] for row in greedy(networks[0])]
-    assert [row[mask].tolist() for row, mask in zip(drawn.tokens, drawn.loss_mask, strict=True)] == wanted
-    assert distances(networks[0], drawn).max() < 1e-4
+    answers = [row[mask].tolist() for row, mask in zip(drawn.tokens, drawn.loss_mask, strict=True)]
+    assert answers[:2] == [row[:4] for row in greedy(networks[0])[:2]]
+    assert answers[0] != answers[2]
+    for version in (0, 2):
+        await check_logprobs(made, drawn, version)
 
 
 @pytest.mark.parametrize(
     ("meshes", "sync", "route"),
     [
-        pytest.param(1, "auto", "through shared memory", id="on one GPU, by shared memory"),
-        pytest.param(1, "broadcast", "by CUDA IPC", id="on one GPU, by CUDA IPC"),
-        pytest.param(2, "broadcast", "by NCCL", id="on two GPUs, by NCCL"),
+        pytest.param(1, "auto", "shared memory", id="on one GPU, by shared memory"),
+        pytest.param(1, "broadcast", "broadcast by CUDA IPC", id="on one GPU, by CUDA IPC"),
+        pytest.param(2, "broadcast", "broadcast by NCCL", id="on two GPUs, by NCCL"),
     ],
 )
 async def test_grpo_trains_beside_it(
@@ -137,7 +147,8 @@ async def test_grpo_trains_beside_it(
     monkeypatch.setenv("FAKE_LEDGER", str(tmp_path / "ledger"))
     table = {
         **letter_b(tmp_path),
-        **GROUP,
+        "sampling": {"n": 4, "max_tokens": 4},
+        "prompts": 4,
         "steps": 2,
         "policy": {"model": WIDER, "backend": "fsdp", "dtype": "bfloat16", "weight_sync": sync},
         "sampler": {"backend": "vllm", "mesh": "main", "slots": 64, "vllm": {**OWN, "sleep": meshes == 1}},
@@ -146,5 +157,6 @@ async def test_grpo_trains_beside_it(
     named = {"main": gpu} if meshes == 1 else {"main": gpu, "rollout": gpu}
     table["sampler"]["mesh"] = list(named)[-1]
     ran = await run_page("grpo", tmp_path / "run", table, engine="processes", meshes=named)
-    print(sorted(ran.folder.rglob("*")))
+    told = (ran.folder / "logs" / f"{list(named)[-1]}-0.log").read_text("utf-8")
+    assert re.findall("weights arrive by='(.*?)'", told) == [route]
     assert [step["sampler_difference"] < 2e-2 for step in ran.steps] == [True, True]

@@ -5,6 +5,7 @@ An operation that is not here ends in torch's error that the CPU does not have i
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, cast
 
 import torch
@@ -119,7 +120,7 @@ def paged_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     query, keys, values, starts = given["q"], given["k"], given["v"], given["cu_seqlens_q"].tolist()
     out = alias(outputs[0]) if given.get("out") is None else given["out"]
     left = given["window_size_left"]
-    for row, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for row, (begin, end) in enumerate(pairwise(starts)):
         if begin == end:
             continue
         read = int(given["seqused_k"][row])
