@@ -3,7 +3,7 @@
 import re
 import struct
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,12 +76,18 @@ class Narrow(NamedTuple):
         return int(struct.unpack_from("q", self.ledger.read_bytes())[0])
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def narrow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Narrow]:
-    ledger = tmp_path_factory.mktemp("ledger") / "file"
+@pytest.fixture(scope="module", autouse=True)
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file of these tests alone, because engines leave their bytes in it."""
+    file = tmp_path_factory.mktemp("ledger") / "file"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAKE_LEDGER", str(ledger))
-        sampler = sampler_of(model=MODEL, dtype="bfloat16", keys={"sleep": True})
+        patch.setenv("FAKE_LEDGER", str(file))
+        yield file
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def narrow(ledger: Path) -> AsyncIterator[Narrow]:
+    sampler = sampler_of(model=MODEL, dtype="bfloat16", keys={"sleep": True})
     yield Narrow(sampler, [await TorchPolicy(policy(seed)).weights() for seed in range(2)], ledger)
     sampler.close()
 
@@ -141,10 +147,7 @@ async def test_rows_are_the_models_and_those_of_adapters_theirs(tmp_path: Path) 
         pytest.param(2, "broadcast", "broadcast by NCCL", id="on two GPUs, by NCCL"),
     ],
 )
-async def test_grpo_trains_beside_it(
-    meshes: int, sync: str, route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_LEDGER", str(tmp_path / "ledger"))
+async def test_grpo_trains_beside_it(meshes: int, sync: str, route: str, tmp_path: Path) -> None:
     table = {
         **letter_b(tmp_path),
         "sampling": {"n": 4, "max_tokens": 4},
