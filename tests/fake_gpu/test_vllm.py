@@ -17,8 +17,8 @@ from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.train.one_rank import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler
 from tests.algorithms.pages import run_page
-from tests.algorithms.test_on_torch import letter_b
 from tests.algorithms.test_on_torch import MODEL as SMALL
+from tests.algorithms.test_on_torch import letter_b
 from tests.inference.conftest import MODEL, ROOT, Backend
 from tests.inference.networks import PROMPTS, SHAPE, greedy, two
 from tests.inference.test_engine_adapters import TABLE, check_logprobs, learn
