@@ -25,10 +25,7 @@ from tests.inference.networks import PROMPTS, SHAPE, distances, greedy, two
 from tests.inference.test_engine_adapters import TABLE
 
 PYTHON = ROOT / ".venv-fake-vllm" / "bin" / "python"
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-fake-vllm: `make fake-vllm`"),
-]
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-fake-vllm: `make fake-vllm`")
 OWN = {"python": str(PYTHON), "eager": True, "kv_cache_mib": 32}
 """Without CUDA graphs, which a fake GPU does not compute."""
 WIDER = {**SMALL, "hidden_size": 64, "ffn_size": 96}
@@ -108,6 +105,7 @@ async def apart(made: TorchPolicy, drawn: Batch, version: int) -> float:
     return float(np.abs(found - wanted).max())
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_gpu_is_free_while_no_row_is_decoded_and_weights_come_in_flight(narrow: Narrow) -> None:
     sampler, asleep = narrow.sampler, narrow.used
     await sampler.load(narrow.weights[0].with_version(1))  # a probe that differs from the policy's is an error

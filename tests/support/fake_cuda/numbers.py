@@ -233,7 +233,7 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, flat: Sequence[Any],
     return outputs
 
 
-def _refuse(_: torch.cuda.CUDAGraph) -> None:
+def _refuse(self: torch.cuda.CUDAGraph) -> None:
     raise NotImplementedError("a CUDA graph has no numbers on a fake GPU: run without graphs, or with FAKE_CUDA=memory")
 
 

@@ -5,6 +5,7 @@ An operation that is not here ends in torch's error that the CPU does not have i
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -172,8 +173,6 @@ def begin() -> None:
     COMPOSED.add("vllm")
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # a package that needs CUDA's compiler
-    from triton.runtime import interpreter  # noqa: PLC0415 -- it reads the variable
-
-    ways: Any = interpreter.GridExecutor
+    ways: Any = import_module("triton.runtime.interpreter").GridExecutor  # which reads the variable
     ways._init_args_hst = lambda _, args, kwargs: _OnTheSameBytes().init(args, kwargs)
     ways._restore_args_dev = lambda *_: None
