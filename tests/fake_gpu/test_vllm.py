@@ -62,7 +62,7 @@ for run in (lambda: torch.ops._C.gelu_fast(torch.empty_like(states), states), gr
 
 
 def test_what_has_no_numbers_is_an_error() -> None:
-    command = [PYTHON, "-c", WITHOUT]
+    command = [str(PYTHON), "-c", WITHOUT]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert told[0] == "Could not run '_C::gelu_fast' "
     assert told[1].startswith("a CUDA graph has no numbers on a fake GPU")
