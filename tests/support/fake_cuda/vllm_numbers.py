@@ -74,31 +74,10 @@ def vocab_parallel_embedding(
     out.copy_(weight[(input_ids - org_vocab_start_index).where(here, 0)] * here[..., None])
 
 
-def dynamic_per_token_scaled_fp8_quant(
-    result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None  # noqa: A002 -- vLLM's name
-) -> None:  # fmt: skip
-    """Round each token's states to FP8, with a scale for each."""
-    _only("dynamic_per_token_scaled_fp8_quant", scale_ub=scale_ub is None)
-    most = torch.finfo(result.dtype).max
-    scale.copy_((input.float().abs().amax(-1, keepdim=True) / most).clamp(min=1 / (most * 512)))
-    result.copy_((input.float() / scale).clamp(-most, most).to(result.dtype))
-
-
-def cutlass_scaled_mm(
-    out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None
-) -> None:
-    """Multiply matrices in FP8. `a_scales`: one for each row of `a`. `b_scales`: one for each column of `b`."""
-    product = (a.float() * a_scales.view(-1, 1)) @ (b.float() * b_scales.view(1, -1))
-    out.copy_(product if bias is None else product + bias.float())
-
-
 WRITERS: Final[Mapping[str, Callable[..., None]]] = {
     **{
         f"_C::{each.__name__}": each
-        for each in (
-            *(rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, vocab_parallel_embedding),
-            *(dynamic_per_token_scaled_fp8_quant, cutlass_scaled_mm),
-        )
+        for each in (rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, vocab_parallel_embedding)
     },
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
 }
@@ -112,12 +91,12 @@ def written(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def paged_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """FlashAttention 2 and 3: attention of packed queries on keys and values in blocks."""
+    """FlashAttention 3: attention of packed queries on keys and values in blocks."""
     outputs, given = real(*args, **kwargs), named(real, args, kwargs)
-    unused = ("q_v", "k_new", "leftpad_k", "alibi_slopes", "s_aux", "seqused_q")
+    unused = ("q_v", "k_new", "leftpad_k", "s_aux", "seqused_q")
     _only(real._schema.name, softcap=not given["softcap"], **{name: given.get(name) is None for name in unused})
     _only(real._schema.name, k=given["k"].dtype == given["q"].dtype)
-    table = given.get("page_table", given.get("block_table"))
+    table = cast("Tensor", given["page_table"])
     query, keys, values, starts = given["q"], given["k"], given["v"], given["cu_seqlens_q"].tolist()
     out = alias(outputs[0]) if given.get("out") is None else given["out"]
     left = given["window_size_left"]
@@ -125,7 +104,7 @@ def paged_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if begin == end:
             continue
         read = int(given["seqused_k"][row])
-        blocks = cast("Tensor", table)[row, : -(-read // keys.shape[1])].long()
+        blocks = table[row, : -(-read // keys.shape[1])].long()
         key, value = (each[blocks].flatten(0, 1)[:read].transpose(0, 1) for each in (keys, values))
         hidden = causal(end - begin, read, left) if given["is_causal"] else None
         found, _ = attend(query[begin:end].transpose(0, 1), key, value, given["softmax_scale"], hidden)
@@ -168,7 +147,7 @@ class _OnTheSameBytes:
 def begin() -> None:
     """Compute what vLLM asks for, too."""
     SPECIAL.update(dict.fromkeys(WRITERS, written))
-    SPECIAL.update(dict.fromkeys(("_vllm_fa2_C::varlen_fwd", "_vllm_fa3_C::fwd"), paged_attention))
+    SPECIAL.update({"_vllm_fa3_C::fwd": paged_attention})
     SPECIAL.update(dict.fromkeys(("_vllm_fa3_C::get_scheduler_metadata", "_C::weak_ref_tensor"), as_is))
     COMPOSED.add("vllm")
     os.environ["TRITON_INTERPRET"] = "1"
