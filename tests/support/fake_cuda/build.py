@@ -99,7 +99,7 @@ def build(environment: Path, root: Path) -> None:
     plain |= set(re.findall(r"CUDARTAPI (cuda\w+)\(", (include / "cuda_runtime_api.h").read_text()))
     driver = set(re.findall(r"CUresult CUDAAPI (cu\w+)\(", (include / "cuda.h").read_text()))
     driver |= {f"{name}_v2" for name in driver if _SUFFIXED.match(name)}
-    plain |= {"cublasLtCreate", "cublasLtDestroy"}
+    plain |= {"cublasLtCreate", "cublasLtDestroy", "cublasHgemm"}  # the last one for vLLM
     for soname in {*LIBRARIES, *versioned}:
         names = versioned.get(soname, set()) | (driver if soname == "libcuda.so.1" else set())
         own = LIBRARIES.get(soname)

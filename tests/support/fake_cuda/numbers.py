@@ -32,6 +32,9 @@ GROWING: Final = {
 INDEXED: Final = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """The same, if an index is a mask."""
 
+COMPOSED: Final = set[str]()
+"""Packages whose operations are written in Python, of others."""
+
 waits: Final = Counter[tuple[str, str]]()
 """What the host waited for, and where, while `watch` is on."""
 
@@ -102,7 +105,8 @@ def causal(queries: int, keys: int, left: int | None = None) -> Tensor:
     return (seen > at) | ((seen < at - left) if left is not None and left >= 0 else torch.tensor(False))
 
 
-def _named(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an operation's arguments by their names, with tensors of the CPU."""
     own = dict(zip((each.name for each in real._schema.arguments), args, strict=False)) | dict(kwargs)
     return {name: alias(each) if isinstance(each, Tensor) else each for name, each in own.items()}
 
@@ -115,16 +119,16 @@ def _fill(outputs: Sequence[Any], found: Sequence[Tensor]) -> None:
 
 def packed_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Attention of packed sequences, forwards and backwards."""
-    outputs, named = real(*args, **kwargs), _named(real, args, kwargs)
-    starts, ends = (cast("Tensor", named.get(f"cum_seq_{each}", named.get(f"cu_seq_{each}"))) for each in "qk")
-    window = named.get("window_size") or (named.get("window_size_left", -1), named.get("window_size_right", -1))
-    query, gradient = named["query"], named.get("grad_out")
-    scale = named.get("scale") or query.shape[-1] ** -0.5
+    outputs, given = real(*args, **kwargs), named(real, args, kwargs)
+    starts, ends = (cast("Tensor", given.get(f"cum_seq_{each}", given.get(f"cu_seq_{each}"))) for each in "qk")
+    window = given.get("window_size") or (given.get("window_size_left", -1), given.get("window_size_right", -1))
+    query, gradient = given["query"], given.get("grad_out")
+    scale = given.get("scale") or query.shape[-1] ** -0.5
     found: list[list[Tensor]] = []
     for (begin, end), (first, last) in zip(*(zip(x.tolist(), x[1:].tolist()) for x in (starts, ends)), strict=True):  # noqa: B905 -- neighbours
-        is_causal = named["is_causal"] or window[1] == 0
+        is_causal = given["is_causal"] or window[1] == 0
         hidden = causal(end - begin, last - first, window[0]) if is_causal else None
-        parts = query[begin:end], named["key"][first:last], named["value"][first:last]
+        parts = query[begin:end], given["key"][first:last], given["value"][first:last]
         q, k, v = (part.transpose(0, 1) for part in parts)
         out = None if gradient is None else gradient[begin:end].transpose(0, 1)
         each = attend(q, k, v, scale, hidden, gradient=out)
@@ -135,12 +139,12 @@ def packed_attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def attention(real: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Attention by torch's own kernels, forwards and backwards."""
-    outputs, named = real(*args, **kwargs), _named(real, args, kwargs)
-    query, key = named["query"], named["key"]
-    scale = named.get("scale") or query.shape[-1] ** -0.5
-    hidden = causal(query.shape[-2], query.shape[-2])[:, : key.shape[-2]] if named.get("is_causal") else None
-    gradient = named.get("grad_out", named.get("grad_out_"))
-    found = attend(query, key, named["value"], scale, hidden, named.get("attn_bias"), gradient)
+    outputs, given = real(*args, **kwargs), named(real, args, kwargs)
+    query, key = given["query"], given["key"]
+    scale = given.get("scale") or query.shape[-1] ** -0.5
+    hidden = causal(query.shape[-2], query.shape[-2])[:, : key.shape[-2]] if given.get("is_causal") else None
+    gradient = given.get("grad_out", given.get("grad_out_"))
+    found = attend(query, key, given["value"], scale, hidden, given.get("attn_bias"), gradient)
     _fill(outputs, found)
     return outputs
 
@@ -182,16 +186,19 @@ class Numbers(TorchDispatchMode):
         )
         if direct or not any(map(_is_cuda, flat)):
             return func(*args, **kwargs)
-        _settle(flat)
+        settle(flat)
         if special := SPECIAL.get(func._schema.name):
             return special(func, args, kwargs)
         if whole:
             with self:
                 return func.decompose(*args, **kwargs)
+        if package in COMPOSED:
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
         return _computed(func, name, args, kwargs, flat, spec)
 
 
-def _settle(flat: Sequence[object]) -> None:
+def settle(flat: Sequence[object]) -> None:
     """Wait for what the current stream of each GPU waits for, as the kernels would."""
     for index in {each.device.index for each in flat if isinstance(each, Tensor) and each.is_cuda}:
         _runtime.fakecuda_settle(torch._C._cuda_getCurrentRawStream(index))
@@ -226,9 +233,14 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any, flat: Sequence[Any],
     return outputs
 
 
+def _refuse(self: torch.cuda.CUDAGraph) -> None:
+    raise NotImplementedError("a CUDA graph has no numbers on a fake GPU: run without graphs, or with FAKE_CUDA=memory")
+
+
 def begin() -> None:
     """Compute on fake GPUs in this thread, and in each that starts from now on."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its library plans on the GPU
+    torch.cuda.CUDAGraph.replay = _refuse  # type: ignore[method-assign]
     run = threading.Thread.run
     mode: Any = Numbers  # whose base class has no annotations
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from ctypes import CDLL, RTLD_GLOBAL
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from sysconfig import get_path
 from types import ModuleType
 
-LIBRARIES = Path(get_path("purelib"), "nvidia/cu13/lib")
+LIBRARIES = Path(str(getattr(find_spec("torch"), "origin", ""))).parents[1] / "nvidia/cu13/lib"
 
 
 class _AfterTorch(MetaPathFinder):
@@ -24,16 +24,20 @@ class _AfterTorch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_begin(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
                 execute(module)
                 from tests.support.fake_cuda import numbers  # noqa: PLC0415 -- it needs torch
 
                 numbers.begin()
+                if find_spec("vllm") is not None:
+                    from tests.support.fake_cuda import vllm_numbers  # noqa: PLC0415 -- as above
+
+                    vllm_numbers.begin()
 
             spec.loader.exec_module = execute_and_begin  # type: ignore[method-assign]
         return spec
