@@ -204,7 +204,7 @@ class EngineSampler(Sampler):
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             engine_size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
             options.own, dict(options.args), options.room[0] if self._max_rank else 0, self._max_rank,
-            self._words.vision.token if self.kind.sees and self._words.vision else None,
+            self._words.vision.token if self._words.vision and self._takes_images() else None,
         )  # fmt: skip
         engine = EngineProcess(self.kind, start, options.python, options.start_timeout)
         log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)
@@ -381,6 +381,10 @@ class EngineSampler(Sampler):
                     f"row {row} has tokens from {least} to {most}, and the model knows those from 0 to "
                     f"{self._engine.tokens - 1}: give it rows of the model's tokenizer"
                 )
+
+    def _takes_images(self) -> bool:
+        """True if the engine takes images for this model."""
+        return False
 
     def _check_images(self, request: Request) -> None:
         """Raise ModelError if rows have images, and the engine takes none for this model."""

@@ -34,8 +34,8 @@ from meshrl_torch.wire import nccl
 
 _CPU_READS: Final = 4096
 """Most tokens read in one step on a CPU."""
-_STEPS: Final = 8
-"""Tokens of images that have room on a CPU, by those of a step."""
+_IMAGE_STEPS: Final = 8
+"""Steps' worth of image tokens that vLLM's encoder cache holds on a CPU."""
 _FOR_IMAGES: Final = {
     "limit_mm_per_prompt": {"video": 0},
     "mm_processor_cache_gb": 0,  # a call has each image once
@@ -74,7 +74,7 @@ class _VllmEngine:
         scheduler = config.scheduler_config
         if asked.image_token is not None and not scheduler.enable_chunked_prefill:
             # Else a prompt would be read in parts, if images of its cached tokens have to be seen again.
-            room = _STEPS * scheduler.max_num_batched_tokens
+            room = _IMAGE_STEPS * scheduler.max_num_batched_tokens
             scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
         self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
         self._eyes = None
@@ -205,7 +205,9 @@ class _VllmEngine:
         self._loaded = order.number
         self._engine.set_weight_version(str(order.number))
         if self._eyes:  # what they saw is that of the weights before
-            self._engine.reset_encoder_cache()
+            # Not by the engine's method, which warns of caches of a processor: that one is off.
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
         if order.recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
@@ -272,9 +274,9 @@ def _arguments(asked: Start) -> Any:
     cpu = current_platform.is_cpu()
     cache = asked.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
     as_fp8 = {"load_format": quantized.NAME, "hf_overrides": {"quantization_config": quantized.CONFIG}}
-    sees = {"load_format": towers.NAME, **_FOR_IMAGES} if asked.image_token is not None else {}
+    for_images = {"load_format": towers.NAME, **_FOR_IMAGES} if asked.image_token is not None else {}
     own: dict[str, Any] = dict(
-        **{**sees, **(as_fp8 if in_fp8 else {})},
+        **{**for_images, **(as_fp8 if in_fp8 else {})},
         model=asked.model,
         dtype=asked.dtype,
         max_model_len=asked.max_tokens,

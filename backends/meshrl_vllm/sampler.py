@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from meshrl.data import Constraint
+from meshrl.errors import ModelError
 from meshrl_inference.process import Kind
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.model.masks import check_grammar, plain_lark
@@ -18,6 +19,13 @@ class VllmSampler(EngineSampler):
     options: ClassVar = VllmConfig
     temperatures: ClassVar = (0.01, 2.0)
     """Below the first, vLLM silently samples at the first."""
+
+    def _takes_images(self) -> bool:
+        try:
+            check_images(self._config)
+        except ModelError:
+            return False
+        return True
 
     def _check_images(self, request: Request) -> None:
         if request.images is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from meshrl.agents.formats import calls_in, without_channels
 from meshrl.data import Constraint, Masks
-from meshrl.errors import BackendError, DataError
+from meshrl.errors import BackendError, DataError, ModelError
 from meshrl.roles import ModelConfig, backends_with, function_of, masks_of, takes_images
 
 Tool: TypeAlias = Mapping[str, object]
@@ -133,6 +133,9 @@ class Chat(Protocol):
 class SeeingChat(Protocol):
     """What the chat of a model that sees images has besides."""
 
+    unseen: str
+    """Why the sampler takes no images for its model. Empty if it takes some."""
+
     @property
     def sees(self) -> bool:
         """True if the model sees images."""
@@ -186,6 +189,8 @@ def check_images(chat: Chat) -> None:
                 f"the conversation has images, and the {role.lower()}'s backend {backend!r} takes none: use "
                 f"{role.lower()}.backend = {others}, or send text alone"
             )
+    if isinstance(chat, SeeingChat) and chat.unseen:
+        raise DataError(f"the conversation has images: {chat.unseen}, or send text alone")
 
 
 def _other(role: str, *masks: Masks) -> str:
@@ -208,6 +213,11 @@ def read_chat(config: ModelConfig, policy: ModelConfig | None = None) -> Chat:
         )
     chat = cast("Callable[[ModelConfig], Chat]", read)(config)
     chat.backends = config.backend, policy.backend if policy else ""
+    if isinstance(chat, SeeingChat) and (check := function_of(config.backend, "SEES")):
+        try:
+            check(config)
+        except ModelError as error:
+            chat.unseen = str(error)
     return chat
 
 

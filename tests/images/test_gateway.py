@@ -107,7 +107,12 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
             chat.backends = backends
             with pytest.raises(openai.BadRequestError, match=f"{why}.* takes none"):
                 await talk.ask([asked(seen(one))])
-        chat.backends = "torch", ""
+        table = {"backend": "vllm", "model": folder_of("gemma3", tmp_path / "other"), "chat": True}
+        refused = read_chat(SamplerConfig.model_validate(table))
+        chat.backends, chat.unseen = refused.backends, refused.unseen
+        with pytest.raises(openai.BadRequestError, match="this one's is gemma3: .* or send text alone"):
+            await talk.ask([asked(seen(one))])
+        chat.backends, chat.unseen = ("torch", ""), ""
         lines, conversation = tmp_path / "rows.jsonl", talk.session.conversation
         assert sorted(len(cast("Any", each)) for each in conversation.rows().objects(FINGERPRINTS)) == [1, 2]
         with Recording(lines, chat) as recording:

@@ -1,6 +1,5 @@
 """Rows with images in vLLM, against a policy on the same model: what was seen, new weights, and running rows."""
 
-import asyncio
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,12 +25,16 @@ ROWS: list[dict[str, object]] = [
     {"image": picture(4), "question": "what is it?", "answer": "a"},
     {"image": None, "question": "why?", "answer": "c"},
 ]
-SHORT, LONG = Sampling(n=4, max_tokens=6), Sampling(n=8, max_tokens=100)
+SHORT, LONG = Sampling(n=4, max_tokens=6), Sampling(n=8, max_tokens=100, ignore_eos=True)
+
+
+def prompts() -> Batch:
+    rows = Task.of(ROWS, images=["image"]).train
+    return rows.assign(groups=np.arange(len(rows)))
 
 
 async def drawn(sampler: VllmSampler, sampling: Sampling) -> Batch:
-    rows = Task.of(ROWS, images=["image"]).train
-    batch = await (await rollout(sampler, rows.assign(groups=np.arange(len(rows))), sampling)).load()
+    batch = await (await rollout(sampler, prompts(), sampling)).load()
     return batch.assign(advantages=np.linspace(-1, 1, len(batch), dtype=np.float32))
 
 
@@ -59,10 +62,13 @@ async def test_images_are_seen_as_the_policy_sees_them(family: str, tmp_path: Pa
     assert await apart(old, batch, 0) < 1e-4
     await new.update(batch, ClippedLoss())
     assert await apart(new, batch, 0) > 1e-2
-    running = asyncio.create_task(drawn(sampler, LONG))
-    await asyncio.sleep(0)
-    await sampler.load((await new.weights()).with_version(1))
-    among = await running
+    weights = (await new.weights()).with_version(1)
+    running = sampler.generate(prompts(), LONG)
+    first = await anext(running)  # others begin when these end
+    await sampler.load(weights)
+    among = Batch.join([first, *[chunk async for chunk in running]])
+    versions = [set(each.tolist()) for each in among.ragged("versions")]
+    assert any({0, 1} <= own for own in versions), "rows that were running when the weights came"
     assert await apart(new, among, 1) < 1e-4
     again = await drawn(sampler, SHORT)  # the same images, which the old weights have read too
     assert await apart(new, again, 1) < 1e-4

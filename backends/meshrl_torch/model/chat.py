@@ -45,6 +45,7 @@ class HuggingFaceChat:
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
         self.backends: tuple[str, str] = ("torch", "")
+        self.unseen = ""
         self.calls = HERMES if "<tool_call>" in str(known.tokenizer.chat_template) else LLAMA
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
