@@ -212,7 +212,7 @@ def evaluate_during(
             f"there are no prompts for an evaluation every {config.every} steps: hold some out (task.held_out), or "
             "leave [evaluation] out"
         )
-    some = prompts.select(np.arange(min(len(prompts), config.rows or len(prompts))))
+    some = _first(prompts, config.rows)
     beside = BesideSampling(
         **sampling.model_dump(include={"max_tokens", "top_p", "top_k", "ignore_eos", "stop", "stop_tokens"}),
         n=config.n,
@@ -227,6 +227,11 @@ def evaluate_during(
 
     prepare = partial(publish, policy, sampler) if policy else None
     run.beside(Measurement(config.every, measure, config.pause_training, prepare))
+
+
+def _first(batch: Batch, rows: int | None) -> Batch:
+    """The first rows of a batch, all of them if `rows` is None."""
+    return batch.select(np.arange(min(len(batch), rows or len(batch))))
 
 
 async def _scored(rollouts: Batch, score: Score | None) -> Batch:
@@ -317,7 +322,7 @@ async def held_out(
     async def measure() -> dict[str, float]:
         name, greedy, sampled, rows[:], completions = await _means(sampler, prompts, config.sampling, judged)
         if config.evaluation and len(prompts):
-            await run.keep_held_out(completions)
+            await run.keep_held_out(_first(completions, config.evaluation.rows))
         return {name: greedy, f"{name}_sampled": sampled}
 
     before = await run.once("held out", measure)

@@ -47,10 +47,9 @@ async def test_it_is_recorded_by_the_steps_done_and_in_the_end_for_each_prompt(t
         assert (line["eval/prompts"], line["eval/truncated"], line["eval/reward_errors"]) == (5, 0, 0)
     samples = lines(folder / "samples.jsonl")
     kept = [line for line in samples if line.get("held_out")]
-    assert [(line["step"], line["prompt"]) for line in kept if line["step"]] == [
-        (step, prompt) for step in (4, 8, 12) for prompt in HELD_OUT[:5]
+    assert [(line["step"], line["prompt"]) for line in kept] == [
+        (step, prompt) for step in (0, 4, 8, 12) for prompt in HELD_OUT[:5]
     ]
-    assert [line["step"] for line in kept if not line["step"]] == [0] * len(HELD_OUT), "before the first step"
     assert {line["reward"] for line in kept[-5:]} == {1.0}
     assert list(dict.fromkeys(line["step"] for line in samples if not line.get("held_out"))) == [0, 11]
     steps = lines(folder / "metrics.jsonl")
