@@ -182,9 +182,10 @@ class Recorder:
             self.folder = self._final
         self._trackers.begin(self.folder, self._resolved, self._first_step)
 
-    def _stay(self) -> None:
+    def _stay(self, error: BaseException | None) -> None:
         """Leave the files of a run without steps where they are, if there is something to read."""
-        if not (self._steps or self.leaves_failures or (self.folder / "logs").exists()):
+        is_empty = not (self._steps or self.leaves_failures or (self.folder / "logs").exists())
+        if is_empty and self._is_own(error):
             shutil.rmtree(self.folder)
         elif self.folder != self._final:
             log.warning(
@@ -277,7 +278,7 @@ class Recorder:
         """
         self._end_progress()
         with ExitStack() as ends:  # all of them run, even if others raise, the last first
-            ends.callback(self._stay)
+            ends.push(lambda *raised: self._stay(raised[1] if error is None else error))
             ends.callback(self._part.close)
             ends.push(lambda *raised: self._write_summary(raised[1] if error is None else error))
             for file in (self._samples, self._metrics, self._groups):

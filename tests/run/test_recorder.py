@@ -251,6 +251,21 @@ async def test_a_run_that_ends_early_says_how(tmp_path: Path, error: BaseExcepti
     assert found["error"] == f"{type(error).__name__}: {error}"
 
 
+async def test_a_run_that_fails_removes_no_folder_that_another_has_taken_over(tmp_path: Path) -> None:
+    async def fail(owner: str | None) -> None:
+        async with Run(RunConfig(name="mine", folder=str(tmp_path))) as run:
+            run.recorder.leaves_failures = False
+            assert run.folder.exists()
+            if owner:
+                (tmp_path / ".mine.lock").write_text(owner, "utf-8")
+            raise ValueError("no luck")
+
+    for owner in (None, "another"):
+        with pytest.raises(ValueError, match="no luck"):
+            await fail(owner)
+        assert (tmp_path / "mine").exists() == bool(owner)
+
+
 async def test_a_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
 
