@@ -387,7 +387,7 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
         for run in group.runs:
             for is_held_out, lines in ((True, run.held_out), (False, run.samples)):
                 for line in lines:
-                    if not is_held_out and line.get("held_out"):  # of an evaluation during the run
+                    if not is_held_out and line.get("held_out") is True:  # of an evaluation during the run
                         continue
                     key = is_held_out, str(line.get("prompt", ""))
                     images[key[1]] = cast("list[str]", line.get(IMAGES) or images.get(key[1], []))

@@ -20,7 +20,7 @@ async function tokensOf(row) {
 
 /** The marks of a row, each with the filter that asks for it. */
 const MARKS = {
-  "held out": (row) => Boolean(row.held_out),
+  "held out": (row) => row.held_out === true,
   truncated: (row) => Boolean(row.truncated),
   error: (row) => Boolean(row.reward_error) || row.reward === null,
   stale: (row) => row.staleness > 0,
@@ -139,7 +139,7 @@ class Rows {
   head(row) {
     const group = this.groupOf(row);
     const where = [
-      row.held_out ? `held out, after ${number(row.step)} steps` : `step ${row.step}`,
+      row.held_out === true ? `held out, after ${number(row.step)} steps` : `step ${row.step}`,
       row.group === undefined ? null : `group ${row.group}`,
       group.length > 1 ? `row ${group.indexOf(row) + 1} of ${group.length}` : null,
     ];
@@ -170,7 +170,7 @@ class Rows {
 
   groupOf(row) {
     if (row.group === undefined) return [row];
-    const isNear = (each) => each.group === row.group && each.step === row.step && each.held_out === row.held_out;
+    const isNear = (each) => each.group === row.group && each.step === row.step && (each.held_out === true) === (row.held_out === true);
     return data.samples.filter(isNear);
   }
 

@@ -115,7 +115,8 @@ class Recorder:
     evaluations.jsonl   one object per evaluation: `step`, the number of steps done when it began, and its numbers
     groups.jsonl    one `StepAccount` per step: what happened to which prompts, for `meshrl audit`
     samples.jsonl   some rows at intervals: prompt, completion, reward, other numbers, and those of each token.
-                    `held_out` is true for those of an evaluation, and `step` is that of its line
+                    `held_out` is true for those of an evaluation, and `step` is that of its line: a batch's own columns
+                    of these names are left out
     logs/           output of each rank's process, MESH-RANK.log: see `engines.remote.logs`
     summary.json    at the end of every run: status, steps, wall_s, tokens, first and last reward,
                     and the share of unknown ones

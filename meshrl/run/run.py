@@ -363,7 +363,8 @@ class Run:
     async def _keep_samples(self, step: int, batch: Batch, **told: bool) -> None:
         """Write some rows of a batch. What cannot be shown is only logged: nothing that is learned depends on it."""
         try:
-            rows = [{**row, **told} for row in await self._samples.of(batch)]
+            found = await self._samples.of(batch)
+            rows = [{name: row[name] for name in row if name != "held_out"} | told for row in found]
         except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
             log.warning(f"samples.jsonl has no rows of step {step}, and the run goes on: {described(error)}")
         else:

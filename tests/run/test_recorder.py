@@ -70,6 +70,7 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step_and_its_samples(tmp_path
         prompt=[f"p{index}" for index in range(count)],
         completion=["c"] * count,
         step=np.full(count, 77),
+        held_out=np.arange(count) % 2,
         answer=["a"] * count,
         rewards=np.arange(count, dtype=np.float32),
         reward_error=[None] * (count - 1) + ["ValueError: no"],
@@ -184,7 +185,8 @@ def test_trackers_are_told_again_what_they_get_of_samples(tmp_path: Path) -> Non
     rows = [
         {"step": 0, "prompt": "a", "reward": 1.5, "staleness": 0, "tokens": {"tokens": [1, 2]}},
         {"step": 0, "prompt": "b", "reward": None, "reward_error": "ValueError: no", "row": {"any": "thing"}},
-        {"step": 20, "prompt": "c", "completion": "d"},
+        {"step": 20, "prompt": "c", "completion": "d", "held_out": 1},
+        {"step": 20, "prompt": "e", "held_out": True},
     ]
     (tmp_path / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     trackers = Trackers([f"{tmp_path}/historian.py:Historian"])

@@ -209,7 +209,7 @@ class Trackers:
 
 def shown_in_trackers(rows: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
     """Return what trackers get of rows of samples.jsonl: texts and rewards of those that were trained on."""
-    return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows if not row.get("held_out")]
+    return [{name: row[name] for name in _OF_SAMPLES if name in row} for row in rows if row.get("held_out") is not True]
 
 
 class _Sample(msgspec.Struct):
@@ -221,7 +221,7 @@ class _Sample(msgspec.Struct):
     answer: object = msgspec.UNSET
     reward_error: object = msgspec.UNSET
     reward: object = msgspec.UNSET
-    held_out: bool = False
+    held_out: object = False  # runs of older versions have a batch's own column here
 
     def shown(self) -> Mapping[str, object]:
         found: dict[str, object] = {name: getattr(self, name) for name in _OF_SAMPLES}
@@ -234,7 +234,7 @@ def _samples_in(file: Path) -> Iterator[_Sample]:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
                 sample = decoded(f"{file}, line {number}", line, _Sample)
-                if not sample.held_out:
+                if sample.held_out is not True:
                     yield sample
 
 
