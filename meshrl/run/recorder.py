@@ -246,8 +246,8 @@ class Recorder:
                 if not self._is_full:
                     log.warning(
                         f"{self.folder / SAMPLES} has {self._samples.tell():,} bytes: from step {step} on, rows are "
-                        "kept without their tokens. To have them to the end, raise `run.samples_every` or lower "
-                        "`run.samples_tokens`"
+                        "kept without their tokens. To have them to the end, raise `run.samples_every` and "
+                        "`evaluation.every`, or lower `run.samples_tokens`"
                     )
                 self._is_full = True
             _write_line(self._samples, line)
