@@ -144,8 +144,8 @@ class RunConfig(Config):
     """Port of 127.0.0.1 at which `/metrics` has the newest numbers of the run, in the text form of Prometheus. 0 takes
     a free one, which the log names. By default there is none."""
     samples_every: int = Field(default=20, ge=1)
-    """Steps between two samples of the rows of a step, for `meshrl watch`, `report` and `compare`. The last step and
-    each evaluation have one, too."""
+    """Steps between two samples of the rows of a step, for `meshrl watch`, `report` and `compare`. The last step of
+    the loop's count and each evaluation have one, too. A script that leaves its loop early has none at its end."""
     samples_rows: int = Field(default=16, ge=1)
     """Rows of a sample at most. Whole groups are kept, and a single group that is larger is cut."""
     samples_tokens: int = Field(default=65_536, ge=0)

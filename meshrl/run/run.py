@@ -351,9 +351,14 @@ class Run:
             await self._keep_samples(step, batch)
 
     async def keep_held_out(self, judged: Batch, done: int | None = None) -> None:
-        """Write some judged completions of held-out prompts as samples, once after each number of steps.
+        """Write some judged completions of held-out prompts as samples, with the mark `held_out`.
 
-        `done`: the number of steps done when they began. Default: now.
+        `judged`: rows as for `record`, with the columns `prompt`, `completion` and `rewards`. None is required: those
+        that are missing are not shown. `done`: the number of steps done when the completions began. Default: now.
+
+        There is at most one set for a number of steps: a second one for the same number, or for a smaller one, is
+        dropped without a word. If the rows cannot be read, a warning says so, there is no set for this number, and the
+        run goes on. DataError if another run has taken the folder over.
         """
         step = self._done if done is None else done
         if step > self._held_out:
@@ -366,7 +371,8 @@ class Run:
             found = await self._samples.of(batch)
             rows = [{name: row[name] for name in row if name != "held_out"} | told for row in found]
         except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
-            log.warning(f"samples.jsonl has no rows of step {step}, and the run goes on: {described(error)}")
+            source = f"the evaluation after {step} steps" if told else f"step {step}"
+            log.warning(f"samples.jsonl has no rows of {source}, and the run goes on: {described(error)}")
         else:
             self.recorder.samples(step, rows)
 

@@ -221,6 +221,7 @@ async def test_what_cannot_be_shown_or_measured_is_logged_and_the_run_goes_on(
             await run.spawn(rl.Policy, rl.PolicyConfig(backend="fake", model="none"))
             async for step in run.steps(4):
                 await run.record(Metrics.of(), [unknown, negative, pictured, good][step])
+            await run.keep_held_out(pictured)
     found = lines(run.folder / "samples.jsonl")
     assert [line["step"] for line in found] == [0, 1, 3]
     assert found[0]["tokens"] == {"tokens": [0, 7]}
@@ -231,6 +232,7 @@ async def test_what_cannot_be_shown_or_measured_is_logged_and_the_run_goes_on(
         "samples.jsonl has tokens without their texts",
         "samples.jsonl has tokens without their texts",
         "samples.jsonl has no rows of step 2, and the run goes on",
+        "samples.jsonl has no rows of the evaluation after 4 steps, and the run goes on",
     ]
     assert len([line for line in told if "ZeroDivisionError: no time has passed" in line]) == 1
     assert summary(run.folder)["status"] == "finished"
