@@ -22,7 +22,9 @@ def test_parts_fit_into_a_quarter_of_an_hour_and_are_resumed(tmp_path: Path) -> 
     assert written["update"] == {"outcome": "passed"}
 
 
-def test_a_part_is_kept_with_all_that_it_printed() -> None:
-    devices = parts()["devices"]._replace(seconds=3600).run(Gpus())
+def test_a_part_is_kept_with_all_that_it_printed(tmp_path: Path) -> None:
+    devices = parts()["devices"].run(Gpus())
     assert devices["outcome"] == "passed"
     assert devices["printed"].count("name='Fake GPU'") == 2
+    trained = parts()["fsdp"]._replace(command=[*parts()["fsdp"].command, f"run.folder={tmp_path}"]).run(Gpus())
+    assert trained["outcome"] == "passed", trained["printed"]

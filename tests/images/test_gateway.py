@@ -12,7 +12,7 @@ from PIL import Image
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, SamplerConfig, Sampling
 from meshrl.agents import Conversation, Drawn, Gateway, Message, read_chat
-from meshrl.agents.chat import SeeingChat
+from meshrl.agents.chat import SeeingChat, check_images
 from meshrl.agents.recording import Recording, recorded
 from meshrl.data import FINGERPRINTS, IMAGES, Images, mark_of, name_of
 from meshrl.data import opened as opened_image
@@ -66,6 +66,12 @@ def test_what_was_seen_is_rendered_without_its_pixels_while_it_is_held(
     assert len(decoded) > len(images)
 
 
+def test_a_conversation_with_images_that_an_engine_does_not_take_is_refused_alone(tmp_path: Path) -> None:
+    table = {"backend": "vllm", "model": folder_of("gemma3", tmp_path / "model"), "chat": True}
+    with pytest.raises(DataError, match=r"this one's is gemma3: .* or send text alone"):
+        check_images(read_chat(SamplerConfig.model_validate(table)))
+
+
 async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> None:
     rank_context.set(Rank(threads=1))
     config = SamplerConfig(model=folder_of("qwen2_5_vl", tmp_path / "model"), chat=True)
@@ -107,12 +113,7 @@ async def test_a_talk_about_images_is_a_row_to_learn_from(tmp_path: Path) -> Non
             chat.backends = backends
             with pytest.raises(openai.BadRequestError, match=f"{why}.* takes none"):
                 await talk.ask([asked(seen(one))])
-        table = {"backend": "vllm", "model": folder_of("gemma3", tmp_path / "other"), "chat": True}
-        refused = read_chat(SamplerConfig.model_validate(table))
-        chat.backends, chat.unseen = refused.backends, refused.unseen
-        with pytest.raises(openai.BadRequestError, match="this one's is gemma3: .* or send text alone"):
-            await talk.ask([asked(seen(one))])
-        chat.backends, chat.unseen = ("torch", ""), ""
+        chat.backends = "torch", ""
         lines, conversation = tmp_path / "rows.jsonl", talk.session.conversation
         assert sorted(len(cast("Any", each)) for each in conversation.rows().objects(FINGERPRINTS)) == [1, 2]
         with Recording(lines, chat) as recording:
