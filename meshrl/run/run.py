@@ -357,19 +357,19 @@ class Run:
         that are missing are not shown. `done`: the number of steps done when the completions began. Default: now.
 
         There is at most one set for a number of steps: a second one for the same number, or for a smaller one, is
-        dropped without a word. If the rows cannot be read, a warning says so, there is no set for this number, and the
-        run goes on. DataError if another run has taken the folder over.
+        dropped. If the rows cannot be read, a warning says so, there is no set for this number, and the run continues.
+        DataError if another run has taken the folder over.
         """
         step = self._done if done is None else done
         if step > self._held_out:
             self._held_out = step
             await self._keep_samples(step, judged, held_out=True)
 
-    async def _keep_samples(self, step: int, batch: Batch, **told: bool) -> None:
+    async def _keep_samples(self, step: int, batch: Batch, **mark: bool) -> None:
         """Write some rows of a batch. What cannot be shown is only logged: nothing that is learned depends on it."""
         try:
             found = await self._samples.of(batch)
-            rows = [{name: row[name] for name in row if name != "held_out"} | told for row in found]
+            rows = [{name: row[name] for name in row if name != "held_out"} | mark for row in found]
         except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
             source = f"the evaluation after {step} steps" if told else f"step {step}"
             log.warning(f"samples.jsonl has no rows of {source}, and the run goes on: {described(error)}")
