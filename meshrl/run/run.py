@@ -371,7 +371,7 @@ class Run:
             found = await self._samples.of(batch)
             rows = [{name: row[name] for name in row if name != "held_out"} | mark for row in found]
         except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
-            source = f"the evaluation after {step} steps" if told else f"step {step}"
+            source = f"the evaluation after {step} steps" if mark else f"step {step}"
             log.warning(f"samples.jsonl has no rows of {source}, and the run goes on: {described(error)}")
         else:
             self.recorder.samples(step, rows)
