@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -24,11 +24,13 @@ class Case(NamedTuple):
     ranks: int
     changes: dict[str, Any]
     tolerance: float = 1e-5
+    engine: Literal["processes", "ray"] = "processes"
 
 
 CASES = {
     "one GPU": Case(1, {}),
     "plain": Case(2, {}),
+    "ray": Case(2, {}, engine="ray"),
     "bfloat16": Case(2, {"dtype": "bfloat16"}, 2e-2),  # the attention of packed rows has another order of sums
     "parameters in the host": Case(2, {"fsdp": {"cpu_offload": True}}),
     "moments in the host": Case(2, {"fsdp": {"offload_moments": True}}),
@@ -46,12 +48,17 @@ CASES = {
 
 
 async def trained(
-    folder: Path, ranks: int = 1, gpus: int = 0, axes: Mapping[str, int] | None = None, **changes: object
+    folder: Path,
+    ranks: int = 1,
+    gpus: int = 0,
+    axes: Mapping[str, int] | None = None,
+    engine: Literal["processes", "ray"] = "processes",
+    **changes: object,
 ) -> list[tuple[float, float]]:
     """Train for two steps. Returns each step's loss and norm of gradients. Without `gpus`, ranks see none."""
     mesh = MeshConfig(ranks=ranks, cpus=0, gpus=gpus, axes=dict(axes or {}))
     table = {"model": MODEL, "backend": "fsdp", "mesh": "train", "micro_batch_tokens": 64, **changes}
-    config = RunConfig(folder=str(folder), name="run", engine="processes", meshes={"train": mesh})
+    config = RunConfig(folder=str(folder), name="run", engine=engine, meshes={"train": mesh})
     async with Run(config) as run:
         policy = await run.spawn(Policy, PolicyConfig.model_validate(table))
         steps = [(await policy.update(rollouts(24, seed=seed), ClippedLoss())).means() for seed in range(2)]
@@ -65,11 +72,11 @@ on_a_cpu: dict[str, list[tuple[float, float]]] = {}
 
 @pytest.mark.parametrize("name", CASES)
 async def test_they_compute_the_same_as_a_cpu(name: str, tmp_path: Path) -> None:
-    ranks, changes, tolerance = CASES[name]
+    ranks, changes, tolerance, engine = CASES[name]
     plain = {key: changes[key] for key in ("dtype", "lora") if key in changes}
     if str(plain) not in on_a_cpu:
         on_a_cpu[str(plain)] = await trained(tmp_path / "cpu", **plain)
-    found = await trained(tmp_path / "gpus", ranks, gpus=1, **changes)
+    found = await trained(tmp_path / "gpus", ranks, gpus=1, engine=engine, **changes)
     for step, wanted in zip(found, on_a_cpu[str(plain)], strict=True):
         assert step == pytest.approx(wanted, rel=tolerance)
 
