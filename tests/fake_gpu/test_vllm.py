@@ -20,6 +20,7 @@ from meshrl_vllm.sampler import VllmSampler
 from tests.algorithms.pages import run_page
 from tests.algorithms.test_on_torch import MODEL as SMALL
 from tests.algorithms.test_on_torch import letter_b
+from tests.backends.material import floats
 from tests.inference.conftest import MODEL, ROOT, Backend
 from tests.inference.networks import PROMPTS, SHAPE, distances, greedy, two
 from tests.inference.test_engine_adapters import TABLE
@@ -37,11 +38,11 @@ SHORT = Sampling(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 def answers(drawn: Batch) -> list[list[int]]:
-    return [row[mask].tolist() for row, mask in zip(drawn.tokens, drawn.loss_mask, strict=True)]
+    return [row[np.asarray(mask, np.bool_)].tolist() for row, mask in zip(drawn.tokens, drawn.loss_mask, strict=True)]
 
 
 def sampler_of(**table: Any) -> EngineSampler:
-    keys = {**OWN, **table.pop("keys", {})}
+    keys: dict[str, object] = {**OWN, **table.pop("keys", {})}
     return VllmSampler(Backend("vllm").config(slots=8, keys=keys, **table))
 
 
@@ -101,8 +102,8 @@ async def apart(made: TorchPolicy, drawn: Batch, version: int) -> float:
     """How far the log-probs of the tokens that a version drew are from a policy's."""
     known = await made.logprobs(drawn)
     mine = np.asarray(drawn.versions.values) == version
-    found, wanted = drawn.sampler_logprobs.values[mine], known.ragged("logprobs").values[mine]
-    return float(np.abs(found - wanted).max())
+    found, wanted = floats(drawn.sampler_logprobs.values), floats(known.ragged("logprobs").values)
+    return float(np.abs(found - wanted)[mine].max())
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -150,18 +151,18 @@ def test_adapters_in_float32_are_refused_on_gpus() -> None:
     ],
 )
 async def test_grpo_trains_beside_it(meshes: int, sync: str, route: str, tmp_path: Path) -> None:
+    gpu = {"cpus": 0, "gpus": 1, "gib": 4}
+    named = {"main": gpu} if meshes == 1 else {"main": gpu, "rollout": gpu}
+    rollout_mesh = list(named)[-1]
     table = {
         **letter_b(tmp_path),
         "sampling": {"n": 4, "max_tokens": 4},
         "prompts": 4,
         "steps": 2,
         "policy": {"model": WIDER, "backend": "fsdp", "dtype": "bfloat16", "weight_sync": sync},
-        "sampler": {"backend": "vllm", "mesh": "main", "slots": 64, "vllm": {**OWN, "sleep": meshes == 1}},
+        "sampler": {"backend": "vllm", "mesh": rollout_mesh, "slots": 64, "vllm": {**OWN, "sleep": meshes == 1}},
     }
-    gpu = {"cpus": 0, "gpus": 1, "gib": 4}
-    named = {"main": gpu} if meshes == 1 else {"main": gpu, "rollout": gpu}
-    table["sampler"]["mesh"] = list(named)[-1]
     ran = await run_page("grpo", tmp_path / "run", table, engine="processes", meshes=named)
-    told = (ran.folder / "logs" / f"{list(named)[-1]}-0.log").read_text("utf-8")
-    assert re.findall("weights arrive by='(.*?)'", told) == [route]
+    log = (ran.folder / "logs" / f"{rollout_mesh}-0.log").read_text("utf-8")
+    assert re.findall("weights arrive by='(.*?)'", log) == [route]
     assert [step["sampler_difference"] < 2e-2 for step in ran.steps] == [True, True]
