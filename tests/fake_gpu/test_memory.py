@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fake_gpu.ledger import SETTINGS
 
 GAPS = {"Megatron, bfloat16, recomputed": 0.12}
 """Where the gaps of torch's allocator, which are not told, are most of the difference."""
 
 
+@pytest.mark.timeout(3000)
 def test_what_is_told_is_within_a_tenth_of_what_a_gpu_gives_and_what_is_to_save_memory_does(tmp_path: Path) -> None:
     own = {"FAKE_CUDA": "memory", "FAKE_LEDGER": str(tmp_path / "ledger")}
     command = [sys.executable, "-m", "tests.fake_gpu.ledger", "--json"]
