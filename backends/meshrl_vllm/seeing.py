@@ -20,8 +20,6 @@ _KIND: Final = "image"
 _PIXELS: Final = "pixel_values"
 _COUNTS: Final = ("num_patches", "image_num_patches")
 """vLLM's names for the number of images that a processor cuts one image into."""
-_BATCHED: Final = 5
-"""Dims of pixels that have one for rows in addition, as SmolVLM's processor makes them."""
 
 
 class Eyes:
@@ -38,8 +36,6 @@ class Eyes:
 
     def _item(self, image: SeenImage) -> Any:
         tensors = {name: _tensor(each.dtype, each.shape, each.data) for name, each in image.tensors.items()}
-        if tensors[_PIXELS].dim() == _BATCHED:
-            tensors = {name: each.squeeze(0) for name, each in tensors.items()}
         counts = dict.fromkeys(_COUNTS, torch.tensor([len(tensors[_PIXELS])]))
         made = BatchFeature({**tensors, **counts, "image_token_id": torch.tensor(self._token)})
         (item,) = MultiModalKwargsItems.from_hf_inputs(made, self._fields(made, {}))[_KIND]
