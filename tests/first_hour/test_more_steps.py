@@ -18,7 +18,7 @@ run = { name = "mine", resume = true, checkpoint_every = 2, samples_every = 1, m
 task = { source = "words.jsonl", held_out = 4, held_out_fraction = 0.2 }
 sampling = { max_tokens = 5, n = 2 }
 reward.function = "rewards.py:right_letters"
-evaluation = { every = 3, n = 2 }
+evaluation = { every = 3, n = 2, pause_training = true }
 [policy]
 model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 1, heads = 2, max_tokens = 16 }
 optimizer = { lr = 1e-2, warmup_steps = 2, schedule = "linear", total_steps = 6 }
