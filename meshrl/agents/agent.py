@@ -382,7 +382,7 @@ def _numbers_of(result: object, name: str, null: float | None = None, *, infinit
         if isinstance(value, float | np.floating) and not infinite and not math.isfinite(value):
             continue
         try:
-            numbers[str(key)] = null if value is None and null is not None else finite(value)
+            numbers[str(key)] = null if value is None and null is not None else finite(value, name.removesuffix("s"))
         except (TypeError, ValueError) as error:
             raise ValueError(f"`{name}` of the result, {str(key)!r}: {error}") from error
     return numbers

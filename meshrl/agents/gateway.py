@@ -41,7 +41,7 @@ from meshrl.agents.conversation import Conversation, Prompt
 from meshrl.agents.meaning import thought_end
 from meshrl.config import Config
 from meshrl.data import Batch, Constraint
-from meshrl.errors import ConfigError, DataError, MeshrlError, described
+from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -288,7 +288,7 @@ class Gateway:
             return failed(408, "the body did not come in time (timeout)")
         except _Refused as error:
             return failed(error.status, str(error), error.code)
-        except (DataError, _SamplerFailed) as error:
+        except (DataError, ModelError, _SamplerFailed) as error:
             return failed(400 if isinstance(error, DataError) else 500, str(error))
 
     def _session_of(self, request: Request) -> Session | None:

@@ -63,17 +63,17 @@ _SENTENCE: Final = re.compile(r"[.!?](?:\s|$)|\n")
 _BINARY: Final = re.compile(r"(?:[+*/^=<>\\-]|\\\w+)$")
 
 
-def finite(value: object) -> float:
-    """Return a user's reward as a float. TypeError or ValueError if it is not a finite number."""
+def finite(value: object, what: str = "reward") -> float:
+    """Return a number of a user as a float. TypeError or ValueError if it is none, or not a finite one of float32."""
     if value is None:
-        raise TypeError("a reward must be a number, not None: give 0.0 for a failure")
+        raise TypeError(f"a {what} must be a number, not None: give 0.0 for a failure")
     if not isinstance(value, SupportsFloat):
-        raise TypeError(f"a reward must be a number, not {value!r}")
+        raise TypeError(f"a {what} must be a number, not {value!r}")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"a reward must be finite, not {number}")
+        raise ValueError(f"a {what} must be finite, not {number}")
     if abs(number) > _LARGEST:
-        raise ValueError(f"a reward must be at most {_LARGEST:.4g} in size, since rewards are float32, not {number:g}")
+        raise ValueError(f"a {what} must be at most {_LARGEST:.4g} in size, since {what}s are float32, not {number:g}")
     return number
 
 

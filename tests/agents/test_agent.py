@@ -86,6 +86,8 @@ await client.chat.completions.create(
     assert "`metrics` of the result is 3: give a table of numbers" in str(episode.error)
     episode = played(agent(f"{asks}return {{'reward': 1, 'metrics': {{'calls': 'many'}}}}"), "1", "2", "3")
     assert "`metrics` of the result, 'calls': " in str(episode.error)
+    episode = played(agent(f"{asks}return {{'reward': 1, 'metrics': {{'calls': None}}}}"), "1", "2", "3")
+    assert "'calls': a metric must be a number, not None" in str(episode.error)
 
 
 def test_a_function_judges_what_was_said_by_a_row_of_its_own(agent: Callable[..., Agent], tmp_path: Path) -> None:

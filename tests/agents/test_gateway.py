@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from meshrl import Batch, Run, RunConfig, Sampling
-from meshrl.agents import Agent, AgentConfig, Agents, Gateway, GatewayConfig, Session
-from meshrl.errors import ConfigError
+from meshrl.agents import Agent, AgentConfig, Agents, Gateway, GatewayConfig, Message, Session, Tool
+from meshrl.errors import ConfigError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 from tests.agents.talks import SAMPLING, USER, Talk, opened, talking
@@ -114,6 +114,17 @@ async def test_a_sampler_that_fails_or_is_cancelled_and_a_prompt_without_room(ta
     with pytest.raises(openai.BadRequestError) as caught:
         await talk.complete("a" * (1 << 20))
     assert caught.value.code == "context_length_exceeded"
+
+
+class _Mute(ScriptedChat):
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        raise ModelError("the model has no chat template")
+
+
+async def test_a_model_that_cannot_be_asked_is_told() -> None:
+    async with opened(Gateway(ScriptedSampler([]), _Mute())) as talk:
+        with pytest.raises(openai.InternalServerError, match="the model has no chat template"):
+            await talk.ask()
 
 
 @talking([])
