@@ -7,7 +7,7 @@ travels: a trainer follows each row again.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -253,12 +253,18 @@ def grammars_of(words: Words) -> Grammars:
     return _GRAMMARS[words.tokenizer]
 
 
+@cache
+def _denied_of_a_byte(device: torch.device) -> Tensor:
+    """The eight tokens that each byte of a mask denies, bool[8] packed as int64[256]."""
+    denied = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(denied.view(np.int64)[:, 0]).to(device)
+
+
 def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
     """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
-    packed = torch.as_tensor(bits, device=logits.device)
-    places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (packed[:, :, None] >> places).bitwise_and_(1).flatten(1)[:, : logits.shape[1]].bool()
-    return logits.masked_fill(~allowed, -torch.inf)
+    packed = torch.as_tensor(bits, device=logits.device).view(torch.uint8)
+    denied = _denied_of_a_byte(logits.device)[packed.int()].view(torch.bool)[:, : logits.shape[1]]
+    return logits.masked_fill(denied, -torch.inf)
 
 
 def check_masked(words: Words, batch: Batch) -> None:
