@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ class _WarmProcess:
     def __init__(self) -> None:
         self._control: socket.socket | None = None
         self._pid = 0
+        self._one = threading.Lock()
+        """Held by one thread from its order to the answer, which has no name."""
 
     def start(self, order: Start, files: list[int]) -> int:
+        with self._one:
+            return self._start(order, files)
+
+    def _start(self, order: Start, files: list[int]) -> int:
         if self._control is None or self._pid != os.getpid():
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._pid = os.getpid()
