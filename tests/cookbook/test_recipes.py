@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -22,17 +22,24 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="the cookbook is in 
 
 MODEL = "Qwen/Qwen3-8B-Base"
 """A name that the cookbook knows, for a small model."""
-CONTEXT = 2048
+CONTEXT = 8192
+
+
+TURN = ("<|im_start|>", "<|im_end|>")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and an end."""
+    """A token for each byte, an end, and what begins and ends a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(TURN),
+        model_max_length=CONTEXT,
     )
 
 
@@ -50,6 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=CONTEXT,
+        use_sliding_window=True,  # so that long contexts are as those that it has learned from
+        sliding_window=128,
+        max_window_layers=0,
         eos_token_id=cast("int", tokenizer.eos_token_id),
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -73,6 +83,11 @@ def environment_of(folder: Path, place: Path) -> Generator[dict[str, str]]:
     with serving() as hub, served(config) as url:
         hub.repositories[f"models/{MODEL}"] = files
         hub.repositories["datasets/HuggingFaceH4/no_robots"] = {"train.jsonl": chats(), "test.jsonl": chats()}
+        hub.repositories["datasets/Salesforce/wikitext"] = {
+            "README.md": WIKITEXT,
+            "train.jsonl": pages(),
+            "test.jsonl": pages(),
+        }
         hub.repositories["datasets/openai/gsm8k"] = {"README.md": GSM8K, "train.jsonl": sums(), "test.jsonl": sums()}
         yield {
             **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TINKER_", "PYTEST"))},
@@ -95,6 +110,7 @@ configs:
     path: test.jsonl
 ---
 """
+WIKITEXT = GSM8K.replace(b"main", b"wikitext-103-raw-v1")
 
 
 def lines(rows: list[dict[str, object]]) -> bytes:
@@ -112,6 +128,10 @@ def sums() -> bytes:
     return lines([{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(24)])
 
 
+def pages() -> bytes:
+    return lines([{"text": f" They could do so {number} times , until it was over . \n"} for number in range(400)])
+
+
 STEPS, PROBLEMS, TAUGHT = 12, 4, 400
 """Steps of the arithmetic recipe, problems of each, which differ, and steps in which the model learns them before."""
 ASKED = "User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {x} + {y}?\n\nAssistant:"
@@ -126,18 +146,37 @@ def half_taught(folder: Path, place: Path) -> Path:
         for _ in range(PROBLEMS):
             x, y = random.randint(0, 101), random.randint(0, 101)
             rows += [(ASKED.format(x=x, y=y), answer) for answer in (f" {x + y}", " 7")]
+    return taught(folder, place, lambda _: rows, "<|endoftext|>", TAUGHT)
+
+
+CALL = '<tool_call>\n{"name": "read_page", "arguments": {"page": 1}}\n</tool_call>'
+
+
+def calling(folder: Path, place: Path) -> Path:
+    """The small model, after it has learned to read the first page, whatever it has been asked."""
+    ends = ["integer.", *(f"They could do so {number} times\n</tool_response>" for number in range(400))]
+
+    def rows(step: int) -> list[tuple[str, str]]:
+        random = np.random.RandomState(step)
+        before = ["".join(map(chr, random.randint(32, 127, 100))) + str(random.choice(ends)) for _ in range(4)]
+        return [(f"{each}{TURN[1]}\n{TURN[0]}assistant\n", CALL) for each in before]
+
+    return taught(folder, place, rows, TURN[1], 3 * TAUGHT)
+
+
+def taught(folder: Path, place: Path, rows_of: Callable[[int], list[tuple[str, str]]], end: str, steps: int) -> Path:
+    """The small model, after it has learned from rows of questions and answers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    texts = tokenizer(
-        [asked + answer + tokenizer.eos_token for asked, answer in rows], padding=True, return_tensors="pt"
-    )
-    begins = torch.tensor([len(tokenizer(asked)["input_ids"]) for asked, _ in rows])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    learned = (torch.arange(texts["input_ids"].shape[1]) >= begins[:, None]) & (texts["attention_mask"] == 1)
-    labels = texts["input_ids"].masked_fill(~learned, -100)
-    for _ in range(TAUGHT):
-        loss = model(**texts, labels=labels).loss
-        loss.backward()
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, steps)
+    for step in range(steps):
+        rows = rows_of(step)
+        texts = tokenizer([asked + answer + end for asked, answer in rows], padding=True, return_tensors="pt")
+        begins = torch.tensor([len(tokenizer(asked)["input_ids"]) for asked, _ in rows])
+        learned = (torch.arange(texts["input_ids"].shape[1]) >= begins[:, None]) & (texts["attention_mask"] == 1)
+        model(**texts, labels=texts["input_ids"].masked_fill(~learned, -100)).loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
@@ -193,3 +232,14 @@ def test_math_rl_has_a_sampler_that_agrees_with_its_trainer(environment: dict[st
     distances = [each["optim/kl_sample_train_v2"] for each in metrics if "optim/kl_sample_train_v2" in each]
     assert distances
     assert max(distances) < 1e-6
+
+
+@pytest.mark.timeout(3600)
+def test_rl_numerics_check_finds_one_model_in_sampler_and_trainer_at_each_depth(folder: Path, tmp_path: Path) -> None:
+    settings = ("renderer_name=qwen3_instruct", "group_size=1", "groups_per_batch=1", "max_steps=6", "lora_rank=4")
+    task = ("task.num_pages_min=2", "task.num_pages_max=2", "task.page_chars=400", "max_tokens=96")
+    with environment_of(calling(folder, tmp_path / "calling"), tmp_path / "served") as environment:
+        metrics = run("rl_numerics_check.train", environment, tmp_path / "log", *settings, *task)
+    assert max(each["env/all/turns_per_episode"] for each in metrics) > 1
+    assert max(each["optim/kl_sample_train_v1"] for each in metrics) < 1e-4
+    assert max(each["optim/kl_sample_train_v2"] for each in metrics) < 1e-6
