@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-CACHE: Final = ROOT / ".gpu_contracts"
+CACHE: Final = ROOT / ".contracts"
 """Where `renew` unpacks what it has downloaded."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.gpu_contracts.sources import Distribution, distribution_of, signature
+from tests.contracts.sources import Distribution, distribution_of, signature
 
 HERE: Final = Path(__file__).parent
 SIGNATURES: Final = HERE / "signatures"

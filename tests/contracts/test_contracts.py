@@ -6,8 +6,8 @@ compared with the release itself where its sources are here.
 
 import re
 
-from tests.gpu_contracts.contracts import CALLS, SIGNATURES, read, real, refusal
-from tests.gpu_contracts.sources import DISTRIBUTIONS, ROOT, signature
+from tests.contracts.contracts import CALLS, SIGNATURES, read, real, refusal
+from tests.contracts.sources import DISTRIBUTIONS, ROOT, signature
 
 KNOWN = {target: told for each in DISTRIBUTIONS for target, told in read(each).items()}
 
@@ -26,7 +26,7 @@ def test_our_code_has_each_name_that_is_listed() -> None:
 
 
 def test_the_committed_signatures_are_those_of_the_releases_that_are_here() -> None:
-    """`python -m tests.gpu_contracts.renew --download` brings the others."""
+    """`python -m tests.contracts.renew --download` brings the others."""
     here = [(each, root) for each in DISTRIBUTIONS if (root := each.root())]
     assert {each.title: real(each, root) for each, root in here} == {each.title: read(each) for each, _ in here}
     assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in DISTRIBUTIONS}
