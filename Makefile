@@ -116,7 +116,7 @@ test-fake-gpu: .venv-fake-cuda/.done  ## the tests that need a GPU, and others, 
 	FAKE_CUDA=memory $(FAKE) -m gpu $(LARGE)
 	$(FAKE) tests/fake_gpu
 
-test-contracts: setup  ## what only a GPU runs, against the sources of its packages, which pip brings
+test-contracts: setup  ## what only a GPU or a service runs, against the sources of its packages, which pip brings
 	$(BIN)/python -m tests.contracts.renew --download
 	git diff --exit-code tests/contracts/signatures
 	$(BIN)/pytest tests/contracts

@@ -1,4 +1,4 @@
-"""How our code calls packages where only a GPU runs a line, and whether what stands in their sources takes it."""
+"""How our code calls packages where only a GPU or a service runs a line, and whether their sources take it."""
 
 import ast
 import tomllib

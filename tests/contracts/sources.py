@@ -43,9 +43,12 @@ class Distribution:
 
 
 DISTRIBUTIONS: Final = (
+    Distribution("daytona", "0.226.1", "daytona"),
+    Distribution("e2b", "2.63.0", "e2b"),
     Distribution("flash-attn-4", "4.0.0b36", "flash_attn/cute"),
     Distribution("flash-attn", "2.8.3", "flash_attn", is_built=True),
     Distribution("megatron-core", "0.16.1", "megatron", ".venv"),
+    Distribution("modal", "1.6.4", "modal"),
     Distribution("sglang", "0.5.23", "sglang", ".venv-sglang"),
     Distribution("torch", "2.13.0", "torch", ".venv"),
     Distribution("transformer-engine", "2.11.0", "transformer_engine"),
@@ -112,6 +115,8 @@ class _Module:
             for each in _statements(owner.body):
                 if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
                     marks = {ast.unparse(mark).split("(")[0].split(".")[-1] for mark in each.decorator_list}
+                    if "overload" in marks:
+                        continue
                     if marks & {"property", "cached_property"}:
                         return "property"
                     return f"({_parameters(each, bound='staticmethod' not in marks)})"

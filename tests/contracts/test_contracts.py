@@ -1,4 +1,4 @@
-"""Calls into packages that only a GPU runs are those that these packages take: by their own sources, read as text.
+"""Calls into packages that only a GPU or a service runs are those that the packages take, by their sources, read as text.
 
 They are listed in `calls.toml`. What the packages take is committed in `signatures/`, so that no network is needed, and
 compared with the release itself where its sources are here.
@@ -19,7 +19,7 @@ def test_each_call_is_one_that_the_release_takes() -> None:
 
 
 def test_our_code_has_each_name_that_is_listed() -> None:
-    files = [path for folder in ("meshrl", "backends") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("meshrl", "backends", "examples/sandboxes") for path in (ROOT / folder).rglob("*.py")]
     code = {word for path in files for word in re.findall(r"\w+", path.read_text("utf-8"))}
     listed = {name for target, given in CALLS.items() for name in (target.rpartition(".")[2], *given.keywords)}
     assert listed <= code
