@@ -1,4 +1,4 @@
-"""Calls into packages that only a GPU or a service runs are those that the packages take, by their sources, read as text.
+"""Calls into packages that only a GPU or a service runs are those that they take, by their own sources, read as text.
 
 They are listed in `calls.toml`. What the packages take is committed in `signatures/`, so that no network is needed, and
 compared with the release itself where its sources are here.

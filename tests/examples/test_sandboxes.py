@@ -77,3 +77,9 @@ def test_the_versions_are_those_of_the_contracts() -> None:
         extra: [f"{each.name}=={each.version}"] for each in DISTRIBUTIONS for extra in [each.name] if extra in KINDS
     }
     assert PROJECT["optional-dependencies"] == pinned
+
+
+def test_the_page_shows_an_adapter_as_it_is() -> None:
+    page = (FOLDER.parents[1] / "docs" / "sandboxes.md").read_text("utf-8")
+    adapter = (FOLDER / "rented_sandboxes" / "e2b.py").read_text("utf-8")
+    assert adapter.endswith(page.partition("```py\n")[2].partition("```")[0])
