@@ -289,7 +289,8 @@ class _Commands(ABC):
 def check_command(command: Sequence[object], seconds: float, given: object, most: object) -> None:
     """Raise TypeError or ValueError for wrong arguments of `exec`, before the sandbox gets them.
 
-    `command` is a program and its arguments, `given` its input, and `most` the bytes of output that are kept.
+    `command` is a program and its arguments, with `given` as its input. It may take `seconds`, and `most` bytes of its
+    output are kept.
     """
     if wrong := [each for each in command if not isinstance(each, str)]:
         raise TypeError(f"a sandbox takes commands and paths as texts, not {wrong[0]!r}")

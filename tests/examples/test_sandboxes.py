@@ -32,7 +32,7 @@ def service(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.syspath_prepend(str(FOLDER))
     install(tmp_path, monkeypatch, "\n".join(f"{name} = {place}" for name, place in KINDS.items()))
     yield made
-    sys.modules.pop(f"rented_sandboxes.{kind}", None)  # it holds the stand-in
+    sys.modules.pop(f"rented_sandboxes.on_{kind}", None)  # it holds the stand-in
 
 
 @pytest.mark.process
@@ -81,5 +81,5 @@ def test_the_versions_are_those_of_the_contracts() -> None:
 
 def test_the_page_shows_an_adapter_as_it_is() -> None:
     page = (FOLDER.parents[1] / "docs" / "sandboxes.md").read_text("utf-8")
-    adapter = (FOLDER / "rented_sandboxes" / "e2b.py").read_text("utf-8")
+    adapter = (FOLDER / "rented_sandboxes" / "on_e2b.py").read_text("utf-8")
     assert adapter.endswith(page.partition("```py\n")[2].partition("```")[0])

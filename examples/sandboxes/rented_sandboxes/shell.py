@@ -10,7 +10,7 @@ import secrets
 import shlex
 from abc import ABC, abstractmethod
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import PurePosixPath
@@ -151,7 +151,7 @@ def told_by(ran: Ran) -> str:
 
 
 @contextmanager
-def as_sandbox_error(what: str) -> Iterator[None]:
+def as_sandbox_error(what: str) -> Generator[None]:
     """Raise SandboxError for all that a service raises: its own errors, its HTTP client's, and Exception itself."""
     try:
         yield
