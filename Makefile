@@ -116,10 +116,10 @@ test-fake-gpu: .venv-fake-cuda/.done  ## the tests that need a GPU, and others, 
 	FAKE_CUDA=memory $(FAKE) -m gpu $(LARGE)
 	$(FAKE) tests/fake_gpu
 
-test-contracts: setup  ## what only a GPU runs, against the sources of its packages, which pip brings
-	$(BIN)/python -m tests.gpu_contracts.renew --download
-	git diff --exit-code tests/gpu_contracts/signatures
-	$(BIN)/pytest tests/gpu_contracts
+test-contracts: setup  ## what only a GPU or a service runs, against the sources of its packages, which pip brings
+	$(BIN)/python -m tests.contracts.renew --download
+	git diff --exit-code tests/contracts/signatures
+	$(BIN)/pytest tests/contracts
 
 test-vllm: setup .venv-vllm/.done  ## the vLLM backend, on vLLM for CPUs in a separate environment
 	$(ENGINES) -m "$(NARROW)vllm" tests/inference tests/vllm

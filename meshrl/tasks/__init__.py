@@ -36,7 +36,15 @@ from meshrl.tasks.function import (
 )
 from meshrl.tasks.images import decoded_url
 from meshrl.tasks.sandbox import code_tests
-from meshrl.tasks.sandboxes import Ran, Sandbox, check_awaits, check_sandbox, open_sandbox, takes_sandbox
+from meshrl.tasks.sandboxes import (
+    Ran,
+    Sandbox,
+    check_awaits,
+    check_command,
+    check_sandbox,
+    open_sandbox,
+    takes_sandbox,
+)
 from meshrl.tasks.sources import Row, TaskConfig, numbered_rows, read_rows
 from meshrl.tasks.supervised import (
     answer_pairs,
@@ -82,6 +90,7 @@ __all__ = [
     "as_ranges",
     "awaited",
     "check_awaits",
+    "check_command",
     "check_sandbox",
     "code_tests",
     "counted",

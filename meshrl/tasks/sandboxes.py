@@ -248,7 +248,7 @@ class _Commands(ABC):
             raise SandboxError(f"{path} of the sandbox cannot be written: {_message(status, output)}")
 
     async def _in_turn(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
-        _check(command, seconds, given, most)
+        check_command(command, seconds, given, most)
         async with self._turn:
             if self._process is None or self._process.returncode is not None:
                 raise SandboxError("the sandbox has ended, or did not start")
@@ -286,8 +286,12 @@ class _Commands(ABC):
             raise SandboxError(f"its runtime did not end it in {LONGEST} s")
 
 
-def _check(command: Sequence[object], seconds: float, given: object, most: object) -> None:
-    """Raise TypeError or ValueError for wrong arguments, before the sandbox gets them."""
+def check_command(command: Sequence[object], seconds: float, given: object, most: object) -> None:
+    """Raise TypeError or ValueError for wrong arguments of `exec`, before the sandbox gets them.
+
+    `command` is a program and its arguments, with `given` as its input. It may take `seconds`, and `most` bytes of its
+    output are kept.
+    """
     if wrong := [each for each in command if not isinstance(each, str)]:
         raise TypeError(f"a sandbox takes commands and paths as texts, not {wrong[0]!r}")
     if not isinstance(given, bytes | bytearray):

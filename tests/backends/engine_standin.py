@@ -1,6 +1,6 @@
 """Stands for Transformer Engine 2.11.0 on a CPU: its parameters and attributes, without its kernels.
 
-`tests/gpu_contracts` compares the signatures of `Linear` and `RMSNorm` with the release's own. Other classes are only
+`tests/contracts` compares the signatures of `Linear` and `RMSNorm` with the release's own. Other classes are only
 there because Megatron-Core derives from them. Submodules are missing, so that Megatron-Core takes what it has itself.
 """
 

@@ -29,8 +29,8 @@ from meshrl_torch.train.fsdp.roles import FsdpPolicy
 from meshrl_torch.train.roles import TrainedPolicy
 from tests.backends.material import SGD, SHAPE, ModelOf, floats, near, rollouts
 from tests.backends.test_megatron_families import FAMILIES
-from tests.gpu_contracts.contracts import read
-from tests.gpu_contracts.sources import distribution_of
+from tests.contracts.contracts import read
+from tests.contracts.sources import distribution_of
 
 BACKENDS: Mapping[str, Callable[[PolicyConfig], TrainedPolicy]] = {"fsdp": FsdpPolicy, "megatron": MegatronPolicy}
 

@@ -20,6 +20,7 @@ from meshrl.tasks import open_sandbox, sandbox
 from meshrl.tasks.environment import FunctionEnvironment
 from meshrl.tasks.function import FunctionReward
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
+from tests.support.sandboxes import install, keeps_the_contract
 
 RUNTIME = """#!/bin/sh
 # A runtime whose containers are folders. As runc does, it runs each command in its own session.
@@ -68,45 +69,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 async def test_commands_files_limits_and_ends_of_each_kind(kind: str, runtime: Callable[[str], Path]) -> None:
     asked = None if kind == "local" else runtime(kind)
     async with open_sandbox("local" if asked is None else "container:image:3") as sandbox:
-        await sandbox.write("some/where.txt", b"\0\xff\n")
-        assert await sandbox.read("some/where.txt") == b"\0\xff\n"
-        with pytest.raises(SandboxError, match=r"nowhere of the sandbox cannot be read.*No such file"):
-            await sandbox.read("nowhere")
-        with pytest.raises(SandboxError, match=r"some of the sandbox cannot be written"):
-            await sandbox.write("some", "a folder is there")
-        both = await sandbox.exec("cat; echo out; echo wrong >&2; exit 3", stdin=b"in ")
-        assert (both.status, both.output, both.left_out) == (3, "in out\nwrong\n", 0)
-        assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).status in (137, -9)
-        assert (await sandbox.exec(["no-such-program"])).status == 127
-        assert (await sandbox.exec("echo $SECRET")).output == "\n"
-        for never in ("true " + "x" * (1 << 17), "echo \0"):
-            assert (await sandbox.exec(never)).status == 127
-        await sandbox.write("-", "a name")
-        assert await sandbox.read("-") == b"a name"
-        wrong: list[dict[str, Any]] = [
-            {"command": ["echo", 1]},
-            {"command": []},
-            {"command": "true", "seconds": 0.0},
-            {"command": "true", "seconds": float("nan")},
-            {"command": "true", "stdin": "text"},
-            {"command": "true", "output_bytes": -1},
-            {"command": "true", "output_bytes": 0.5},
-        ]
-        for arguments in wrong:
-            with pytest.raises((TypeError, ValueError), match=r"command|output_bytes"):
-                await sandbox.exec(**arguments)
-        piped = await sandbox.exec("(while :; do echo x; done) | head -n 1")
-        assert (piped.status, piped.output) == (0, "x\n")
-        long = await sandbox.exec("seq 100000", output_bytes=7)
-        assert (long.output, long.left_out) == ("100000\n", 588895 - 7)
-        none = await sandbox.exec("seq 100000", output_bytes=0)
-        assert (none.output, none.left_out) == ("", 588895)
-        late = await sandbox.exec("echo begun; sleep 600", seconds=0.5)
-        assert (late.status, late.output) == (None, "begun\n")
-        flood = await sandbox.exec("while :; do echo x; done", seconds=0.5, output_bytes=6)
-        assert (flood.status, flood.output.replace("\n", "")) == (None, "xxx")
-        assert flood.left_out > 6
-        assert (await sandbox.exec("ls some || cat some/where.txt")).status == 0, "it goes on"
+        await keeps_the_contract(sandbox)
     with pytest.raises(SandboxError, match="ended"):
         await sandbox.exec("true")
     if asked is None:
@@ -218,14 +181,6 @@ async def after(transcripts, row, result, sandbox):
 """
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
-    """Install a package that adds kinds of sandboxes."""
-    (info := folder / "rented_stub-1.dist-info").mkdir()
-    (info / "METADATA").write_text("Name: rented-stub\nVersion: 1\n", "utf-8")
-    (info / "entry_points.txt").write_text(f"[meshrl.sandboxes]\n{entries}\n", "utf-8")
-    monkeypatch.syspath_prepend(str(folder))
-
-
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A package with a rented sandbox, as an index would install it."""
@@ -234,60 +189,6 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     install(tmp_path, monkeypatch, "stub = rented_stub:Stub\nbroken = not_there:Stub")
     monkeypatch.delitem(sys.modules, "rented_stub", raising=False)
     return importlib.import_module("rented_stub")
-
-
-RENTED = """
-import subprocess
-
-class SandboxException(Exception): ...
-class TimeoutException(SandboxException): ...
-
-class CommandExitException(SandboxException):
-    def __init__(self, told):
-        self.stdout, self.stderr, self.exit_code = told.stdout, told.stderr, told.returncode
-
-class AsyncSandbox:
-    def __init__(self):
-        self.written, self.commands, self.files = {}, self, self
-    @classmethod
-    async def create(cls, template, timeout):
-        assert template == "small"
-        return cls()
-    async def run(self, line, timeout):
-        if not timeout > 1:
-            raise TimeoutException("deadline")
-        shell, _, given = line.partition(" < ")
-        told = subprocess.run(shell, shell=True, capture_output=True, input=self.written.get(given, b""))
-        told.stdout, told.stderr, told.exit_code = told.stdout.decode(), told.stderr.decode(), told.returncode
-        if told.returncode:
-            raise CommandExitException(told)
-        return told
-    async def read(self, path, format):
-        if path not in self.written:
-            raise SandboxException(f"{path} is not there")
-        return bytearray(self.written[path])
-    async def write(self, path, content):
-        self.written[path] = content
-    async def kill(self):
-        self.written.clear()
-"""
-
-
-@pytest.mark.process
-async def test_the_kind_that_the_page_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "sandboxes.md").read_text("utf-8")
-    (tmp_path / "e2b.py").write_text(RENTED, "utf-8")
-    (tmp_path / "of_the_page.py").write_text(page.partition("```py\n")[2].partition("```")[0], "utf-8")
-    install(tmp_path, monkeypatch, "e2b = of_the_page:E2B")
-    async with open_sandbox("e2b:small") as sandbox:
-        await sandbox.write("a", b"1")
-        assert await sandbox.read("a") == b"1"
-        with pytest.raises(SandboxError, match="b is not there"):
-            await sandbox.read("b")
-        ran = await sandbox.exec(["sh", "-c", "cat; echo wrong >&2; exit 3"], stdin=b"in ", output_bytes=8)
-        assert (ran.status, ran.output, ran.left_out) == (3, "n wrong\n", 1)
-        assert (await sandbox.exec("echo out", output_bytes=0)).left_out == 4
-        assert (await sandbox.exec("sleep 9", seconds=1.0)).status is None
 
 
 ROWS = rl.Batch.of(prompt=["p"], completion=["ls"], row=[{}])

@@ -1,8 +1,8 @@
 """Write `signatures/` anew, from the sources that are here:
 
-    python -m tests.gpu_contracts.renew [--download]
+    python -m tests.contracts.renew [--download]
 
-With --download pip brings those that no environment has, without what they depend on, into `.gpu_contracts/`. They are
+With --download pip brings those that no environment has, without what they depend on, into `.contracts/`. They are
 unpacked, and never installed or imported.
 """
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.gpu_contracts.contracts import SIGNATURES, real
-from tests.gpu_contracts.sources import CACHE, DISTRIBUTIONS, Distribution
+from tests.contracts.contracts import SIGNATURES, real
+from tests.contracts.sources import CACHE, DISTRIBUTIONS, Distribution
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How our code calls packages where only a GPU runs a line, and whether what stands in their sources takes it."""
+"""How our code calls packages where only a GPU or a service runs a line, and whether their sources take it."""
 
 import ast
 import tomllib
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.gpu_contracts.sources import Distribution, distribution_of, signature
+from tests.contracts.sources import Distribution, distribution_of, signature
 
 HERE: Final = Path(__file__).parent
 SIGNATURES: Final = HERE / "signatures"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-CACHE: Final = ROOT / ".gpu_contracts"
+CACHE: Final = ROOT / ".contracts"
 """Where `renew` unpacks what it has downloaded."""
 
 
@@ -43,9 +43,12 @@ class Distribution:
 
 
 DISTRIBUTIONS: Final = (
+    Distribution("daytona", "0.226.1", "daytona"),
+    Distribution("e2b", "2.63.0", "e2b"),
     Distribution("flash-attn-4", "4.0.0b36", "flash_attn/cute"),
     Distribution("flash-attn", "2.8.3", "flash_attn", is_built=True),
     Distribution("megatron-core", "0.16.1", "megatron", ".venv"),
+    Distribution("modal", "1.6.4", "modal"),
     Distribution("sglang", "0.5.23", "sglang", ".venv-sglang"),
     Distribution("torch", "2.13.0", "torch", ".venv"),
     Distribution("transformer-engine", "2.11.0", "transformer_engine"),
@@ -95,7 +98,7 @@ class _Module:
         if isinstance(node, ast.ClassDef):
             return module._of_member(node, ".".join(rest), keywords) if rest else module._of_class(node, keywords)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return f"({_parameters(node, bound=False)})"
+            return f"({module._parameters(node, bound=False)})"
         return "field"
 
     def _defined(self, name: str) -> ast.stmt | None:
@@ -112,9 +115,11 @@ class _Module:
             for each in _statements(owner.body):
                 if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
                     marks = {ast.unparse(mark).split("(")[0].split(".")[-1] for mark in each.decorator_list}
+                    if "overload" in marks:
+                        continue
                     if marks & {"property", "cached_property"}:
                         return "property"
-                    return f"({_parameters(each, bound='staticmethod' not in marks)})"
+                    return f"({module._parameters(each, bound='staticmethod' not in marks)})"
                 if isinstance(each, ast.ClassDef) and each.name == name:
                     return module._of_class(each, keywords)
                 if name in _assigned(each):
@@ -125,11 +130,11 @@ class _Module:
 
     def _of_class(self, node: ast.ClassDef, keywords: set[str]) -> str:
         fields: dict[str, str] = {}
-        for owner, _ in self._line(node):
+        for owner, module in self._line(node):
             own = list(_statements(owner.body))
             for each in own:
                 if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__") and not fields:
-                    return f"({_parameters(each, bound=True)})"
+                    return f"({module._parameters(each, bound=True)})"
             for each in own:
                 if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                     kind = ast.unparse(each.annotation)
@@ -147,6 +152,27 @@ class _Module:
             found = self._found(name)
             if found and isinstance(found[1], ast.ClassDef):
                 yield from found[0]._line(found[1])
+
+    def _parameters(self, node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
+        """As they are written, without annotations, and without the first where it is the object or class itself.
+
+        Of options that a class lists, as in `**options: Unpack[Fields]`, each one.
+        """
+        arguments = copy.deepcopy(node.args)
+        kind = arguments.kwarg.annotation if arguments.kwarg else None
+        found = self._found(ast.unparse(kind.slice)) if isinstance(kind, ast.Subscript) else None
+        if found and isinstance(found[1], ast.ClassDef):
+            fields = [each for owner, _ in found[0]._line(found[1]) for each in owner.body]
+            names = [name for each in fields for name in sorted(_assigned(each))]
+            arguments.kwarg = None
+            arguments.kwonlyargs += [ast.arg(name) for name in names]
+            arguments.kw_defaults += [ast.Constant(None) for _ in names]
+        for each in ast.walk(arguments):
+            if isinstance(each, ast.arg):
+                each.annotation = None
+        if bound:
+            del (arguments.posonlyargs or arguments.args)[0]
+        return ast.unparse(arguments)
 
     def _found(self, name: str) -> tuple["_Module", ast.stmt] | None:
         """Where what the module defines or imports is defined."""
@@ -188,14 +214,3 @@ def _sets(node: ast.AST, name: str) -> bool:
     """Whether it is `self.NAME = ...`."""
     fields = [each for each in _targets(node) if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)]
     return name in [each.attr for each in fields]
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
-    """As they are written, without annotations, and without the first where it is the object or class itself."""
-    arguments = copy.deepcopy(node.args)
-    for each in ast.walk(arguments):
-        if isinstance(each, ast.arg):
-            each.annotation = None
-    if bound:
-        del (arguments.posonlyargs or arguments.args)[0]
-    return ast.unparse(arguments)
