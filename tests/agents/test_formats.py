@@ -13,11 +13,16 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
+from jsonschema import validate
+from tokenizers import AddedToken
 
 from meshrl.agents import Conversation, Drawn, Function, Message, ToolCall
 from meshrl.agents.chat import message_of
+from meshrl.agents.formats import calls_in
 from meshrl.agents.meaning import pieces_of
+from meshrl.agents.protocol import Asked
 from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.masks import grammars_of
 from tests.real_rows.shapes import Shape
 
 Call: TypeAlias = tuple[str, dict[str, Any]]
@@ -52,7 +57,8 @@ class Family:
     def template(self) -> str:
         before, after, _ = self.turn
         role = before.replace("{role}", "{{ m.role }}")
-        said = f"{self.final}{{{{ m.content }}}}{{% set calls = m.tool_calls %}}{{% set ns.called = calls %}}"
+        final = f"{{% if not m.tool_calls %}}{self.final}{{% endif %}}"
+        said = f"{final}{{{{ m.content }}}}{{% set calls = m.tool_calls %}}{{% set ns.called = calls %}}"
         ends, closes = self.call_end if self.call_end == "<|call|>" else after, self.closes or after
         called = f"{{% if calls %}}{self.calls}{ends}{{% else %}}{closes}{{% endif %}}"
         refused = "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}"
@@ -238,6 +244,7 @@ def chat_of(family: Family) -> Any:
     ends = (family.call_end,) if family.call_end else ()
     shape = Shape(family.name, "bytes", family.template, end, None, more, ends=ends)
     tokenizer = shape.tokenizer()
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in ("<tool_call>", "</think>")])
     return HuggingFaceChat(shape.words(tokenizer)), tokenizer
 
 
@@ -447,3 +454,80 @@ def test_a_model_that_loops_costs_a_pass(opens: str, closes: str) -> None:
     many = opens * (200_000 // len(opens))
     for text in (many + closes, closes + many):
         message_of(text, TOOLS, lambda: "1")
+
+
+KINDS: Final[list[Any]] = [
+    {"type": "string"},
+    {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    {"enum": ["red", "</b>"], "type": "string"},
+    {"type": ["string", "integer"], "maxLength": 4},
+    {"type": "integer", "minimum": -3, "maximum": 40},
+    {"type": "array", "items": {"$ref": "#/$defs/pair"}, "maxItems": 2},
+    {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    },
+    {"const": None},
+]
+CLOSERS: Final = [
+    '"',
+    "}",
+    "]",
+    "\n</parameter>\n",
+    "</arg_value>\n",
+    "</parameter>\n",
+    "<tool_call>",
+    "</think>",
+    ", ",
+]
+
+
+def tool_of(draw: random.Random) -> Any:
+    names = [f"p{number}" for number in range(draw.randint(0, 4))]
+    properties = {name: draw.choice(KINDS) for name in names}
+    required = [name for name in names if draw.random() < 0.6]
+    pair = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    parameters = {"type": "object", "properties": properties, "required": required, "$defs": {"pair": pair}}
+    function = {"name": draw.choice(["seek", "read-file.v2", "do_it"]), "parameters": parameters}
+    return {"type": "function", "function": {**function, "parameters": {**parameters, "additionalProperties": False}}}
+
+
+def walked(draw: random.Random, chat: HuggingFaceChat, tokenizer: Any, constraint: str) -> str:
+    """Random tokens that a constraint allows, more often those that come to an end."""
+    grammars = grammars_of(chat._words)
+    matcher, ids = grammars.begin(constraint, (), "a row"), list[int]()
+    closers = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in CLOSERS]
+    while True:
+        bits = np.unpackbits(grammars.fill([matcher])[0].view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if ended := set(allowed) & chat.ends:
+            return chat.decode([*ids, draw.choice(sorted(ended))])
+        closing = draw.choice(closers) if len(ids) < 200 or draw.random() < 0.5 else draw.choice(closers[:6])
+        piece = [draw.choice(allowed)]
+        if draw.random() < min(0.9, 0.3 + len(ids) / 300) and matcher.deep_copy().try_consume_tokens(closing) == len(
+            closing
+        ):
+            piece = closing
+        assert matcher.try_consume_tokens(piece) == len(piece)
+        ids += piece
+
+
+def test_a_required_call_is_one_in_the_form_of_the_template() -> None:
+    """Random schemas, and under each mask random tokens. What a template has of the same call begins in the same way."""
+    for seed in range(10 * len(FAMILIES)):
+        draw = random.Random(seed)
+        family = FAMILIES[seed % len(FAMILIES)]
+        chat, tokenizer = chat_of(family)
+        tool = tool_of(draw)
+        function = tool["function"]
+        asked = Asked([Message("user", "a")], None, [*TOOLS, tool], called=[function["name"]])
+        constraint = asked.constraint(chat, "")
+        assert constraint is not None
+        chat.check(constraint)
+        text = walked(draw, chat, tokenizer, constraint.text)
+        rest, calls = calls_in(text, [tool])
+        assert [name for name, _, _ in calls] == [function["name"]], (family.name, text)
+        assert rest == "", (family.name, text)
+        validate(json.loads(calls[0][1]), function["parameters"])

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
-from meshrl.agents import HERMES, LLAMA, Message, Tool
+from meshrl.agents import CallForm, Message, Tool, families, form_of
 from meshrl.data import Batch, Constraint, Images, names_in
 from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling, masks_of
@@ -46,7 +47,21 @@ class HuggingFaceChat:
         self._variables = variables or {}
         self.backends: tuple[str, str] = ("torch", "")
         self.unseen = ""
-        self.calls = HERMES if "<tool_call>" in str(known.tokenizer.chat_template) else LLAMA
+
+    @cached_property
+    def calls(self) -> CallForm:
+        """The form of calls in the chat template. DataError if it writes none that could be read."""
+        form = form_of(
+            lambda turns, tools, opens: in_template(self._tokenizer, turns, self._variables, opens=opens, tools=tools),
+            self._words.end_texts,
+        )
+        if form is None:
+            raise DataError(
+                "the model's chat template writes a call of a tool in no form that is read, so no answer can be held "
+                f'to one: leave tool_choice at "auto" and send no tools with a format, or take a model of these '
+                f"families: {families()}"
+            )
+        return form
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""
