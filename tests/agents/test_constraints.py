@@ -22,10 +22,14 @@ from meshrl_torch.sample.sampler import TorchSampler
 
 TEMPLATE = """
 {%- for each in messages -%}
-{{- each.role + ':' + (each.content or '') + '|' -}}
+{{- each.role + ':' + (each.content or '') -}}
+{%- for call in each.tool_calls or [] -%}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' -}}
+{{- '\n</tool_call>' -}}
+{%- endfor -%}
+{{- '|' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}
-{#- calls are written as <tool_call> -#}
 """
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES = {"hidden_size": 16, "ffn_size": 32, "layers": 1, "heads": 2, "max_tokens": 800}

@@ -21,6 +21,8 @@ from meshrl.agents.chat import message_of
 from meshrl.agents.formats import calls_in
 from meshrl.agents.meaning import pieces_of
 from meshrl.agents.protocol import Asked
+from meshrl.data import Branch, Constraint
+from meshrl.errors import DataError
 from meshrl_torch.model.chat import HuggingFaceChat
 from meshrl_torch.model.masks import grammars_of
 from tests.real_rows.shapes import Shape
@@ -179,7 +181,8 @@ FAMILIES: Final = [
         "Mistral", ("[{role}]", "</s>", "</s>"),
         lambda calls: f"[TOOL_CALLS] {dumped([{'name': name, 'arguments': given} for name, given in calls])}",
         "[TOOL_CALLS] [{% for c in calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
-        "{{ c.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]",
+        '{{ (c.function | tojson)[:-1] + \', "id": "\' + c.id }}"}{% if not loop.last %}'
+        ", {% endif %}{% endfor %}]",
         ["[TOOL_CALLS]", "[user]", "[assistant]", "[tool]"], ("[THINK]", "[/THINK]"),
     ),
     Family(
@@ -494,40 +497,72 @@ def tool_of(draw: random.Random) -> Any:
     return {"type": "function", "function": {**function, "parameters": {**parameters, "additionalProperties": False}}}
 
 
-def walked(draw: random.Random, chat: HuggingFaceChat, tokenizer: Any, constraint: str) -> str:
+def walked(draw: random.Random, chat: HuggingFaceChat, constraint: Constraint) -> list[int]:
     """Random tokens that a constraint allows, more often those that come to an end."""
-    grammars = grammars_of(chat._words)
-    matcher, ids = grammars.begin(constraint, (), "a row"), list[int]()
-    closers = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in CLOSERS]
+    grammars = grammars_of(chat.words)
+    matcher, ids = grammars.begin(constraint.text, (), "a row"), list[int]()
+    closers = [chat.encode(each) for each in CLOSERS]
     while True:
         bits = np.unpackbits(grammars.fill([matcher])[0].view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
-        if ended := set(allowed) & chat.ends:
-            return chat.decode([*ids, draw.choice(sorted(ended))])
-        closing = draw.choice(closers) if len(ids) < 200 or draw.random() < 0.5 else draw.choice(closers[:6])
-        piece = [draw.choice(allowed)]
-        if draw.random() < min(0.9, 0.3 + len(ids) / 300) and matcher.deep_copy().try_consume_tokens(closing) == len(
-            closing
-        ):
-            piece = closing
-        assert matcher.try_consume_tokens(piece) == len(piece)
+        if not chat.ends.isdisjoint(allowed):
+            return ids
+        closing = draw.choice(closers[: 9 if len(ids) < 200 else 6])
+        fits = matcher.deep_copy().try_consume_tokens(list(closing)) == len(closing)
+        piece = closing if fits and draw.random() < 0.3 + len(ids) / 300 else [draw.choice(allowed)]
+        assert matcher.try_consume_tokens(list(piece)) == len(piece)
         ids += piece
 
 
 def test_a_required_call_is_one_in_the_form_of_the_template() -> None:
-    """Random schemas, and under each mask random tokens. What a template has of the same call begins in the same way."""
-    for seed in range(10 * len(FAMILIES)):
+    """Random schemas, and under each mask random tokens."""
+    for seed in range(4 * len(FAMILIES)):
         draw = random.Random(seed)
         family = FAMILIES[seed % len(FAMILIES)]
         chat, tokenizer = chat_of(family)
         tool = tool_of(draw)
-        function = tool["function"]
-        asked = Asked([Message("user", "a")], None, [*TOOLS, tool], called=[function["name"]])
-        constraint = asked.constraint(chat, "")
+        name, schema = tool["function"]["name"], tool["function"]["parameters"]
+        before = Message("assistant", tool_calls=(ToolCall(function=Function("now", "{}")),) * 3)
+        constraint = Asked([before], None, [*TOOLS, tool], called=[name]).constraint(chat, "")
         assert constraint is not None
         chat.check(constraint)
-        text = walked(draw, chat, tokenizer, constraint.text)
-        rest, calls = calls_in(text, [tool])
-        assert [name for name, _, _ in calls] == [function["name"]], (family.name, text)
+        ids = walked(draw, chat, constraint)
+        rest, calls = calls_in(text := chat.decode(ids), [tool])
+        assert [name for name, _, _ in calls] == [name], (family.name, text)
         assert rest == "", (family.name, text)
-        validate(json.loads(calls[0][1]), function["parameters"])
+        validate(json.loads(calls[0][1]), schema)
+        added = tokenizer.get_added_vocab().values()
+        form = chat.calls.named(name, 3)
+        assert [each for each in ids if each in added] == [
+            each for each in chat.encode(form.begin + form.end) if each in added
+        ]
+        assert calls[0][2] == {"Kimi-K2": f"functions.{name}:3", "Mistral": "000000003"}.get(family.name, "")
+
+
+def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
+    def asked(family: str, tool: Any) -> None:
+        chat, _ = chat_of(next(each for each in FAMILIES if each.name == family))
+        Asked([], None, [{"function": tool}], called=[tool["name"]]).constraint(chat, "")
+
+    plain = Shape("plain", "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}", "</s>")
+    silent = HuggingFaceChat(plain.words(plain.tokenizer()))
+    with pytest.raises(DataError, match="template writes a call of a tool in no form"):
+        Asked([], None, TOOLS, form=Branch({})).constraint(silent, "")
+    assert Asked([], None, TOOLS).constraint(silent, "") is None
+    with pytest.raises(DataError, match="which cannot be read: give it a name of letters"):
+        asked("Kimi-K2", {"name": "two words"})
+    for parameters, why in (
+        ({"oneOf": []}, "one by one between tags.*oneOf"),
+        ({"required": ["a"]}, "required parameters"),
+        ({"properties": {"a": {"type": "string", "pattern": "b"}}}, "without quotes, which cannot be held to pattern"),
+    ):
+        with pytest.raises(DataError, match=why):
+            asked("GLM-4.6", {"name": "f", "parameters": parameters})
+        asked("Hermes", {"name": "f", "parameters": parameters})
+
+
+def test_a_call_may_have_marks_of_calls_in_its_texts() -> None:
+    for family in FAMILIES:
+        text = family.writes([("look", {"where": 'a "b"}</tool_call>'})])
+        if chat_of(family)[0].calls.opens == "":
+            assert said(text)[1] == [("look", dumped({"where": 'a "b"}</tool_call>'}))], family.name
