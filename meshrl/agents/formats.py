@@ -56,15 +56,19 @@ class CallForm(NamedTuple):
     closes: str = ""
     """After a value."""
 
-    def named(self, name: str, count: int) -> "CallForm":
-        """The form of a call of this function, after so many calls. Raises ValueError if it could not be read."""
+    def named(self, name: str, count: int, keys: Sequence[str] = ()) -> "CallForm":
+        """The form of a call of this function, after so many calls. Raises ValueError if it could not be read.
+
+        `keys`: the names of parameters.
+        """
         begin, end = (
             text.replace(NAME, name).replace(f":{COUNT}", f":{count}").replace(COUNT, f"{count:0{len(COUNT)}}")
             for text in (self.begin, self.end)
         )
-        given = "" if self.opens else "{}"
+        given = "".join(f"{self.opens}{key}{self.middle}1{self.closes}" for key in keys) if self.opens else "{}"
         _, calls = calls_in(f"{begin}{given}{end}", [{"function": {"name": name}}])
-        if [call[:2] for call in calls] != [(name, "{}")]:
+        wanted = dict.fromkeys(keys if self.opens else (), 1)
+        if [(called, json.loads(read)) for called, read, _ in calls] != [(name, wanted)]:
             raise ValueError(f"a call of {name!r} would be written as {begin}{given}{end}, which cannot be read")
         return self._replace(begin=begin, end=end)
 

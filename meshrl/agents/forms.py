@@ -31,31 +31,31 @@ def structured_form(given: Structured | None, form: Branch | None) -> Branch | N
 
 
 def call_forms(
-    tools: Sequence[Tool], called: Sequence[str], calls: CallForm, count: int, *, is_later: bool
+    tools: Sequence[Tool], called: Sequence[str], calls: CallForm, count: int, *, after_thought: bool
 ) -> list[Branch]:
     """The calls of tools as the model writes them: of those in `called`, or of all if that is empty.
 
-    `count`: the calls before. `is_later`: True if spaces may be before a call. Raises DataError for a tool whose call
-    cannot be held to its schema.
+    `count`: the calls before. `after_thought`: True if it comes after an open thought. Raises DataError for a tool whose
+    call cannot be held to its schema.
     """
     functions: list[Any] = [tool.get("function") for tool in tools]
     return [
-        _call(each, calls, count, is_later=is_later)
+        _call(each, calls, count, after_thought=after_thought)
         for each in functions
         if isinstance(each, dict) and (not called or each.get("name") in called)
     ]
 
 
-def _call(function: dict[str, Any], calls: CallForm, count: int, *, is_later: bool) -> Branch:
+def _call(function: dict[str, Any], calls: CallForm, count: int, *, after_thought: bool) -> Branch:
     """A call of a tool, as the model writes it. Its schema stays whole, because it may refer to its own parts."""
     name, parameters = function.get("name"), function.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise DataError(f"tools: `parameters` of {name!r} is no object: give a JSON schema of one")
     try:
-        form = calls.named(str(name), count)
+        form = calls.named(str(name), count, tuple(parameters.get("properties") or ()))
     except ValueError as error:
-        raise DataError(f"tools: {error}: give it a name of letters, digits, - and _") from error
-    begin = form.begin.lstrip() if is_later else form.begin
+        raise DataError(f"tools: {error}: take names of letters, digits, - and _") from error
+    begin = form.begin.lstrip() if after_thought else form.begin
     if not form.opens:
         return Branch({"type": "object", **parameters}, begin=begin, end=form.end)
     return Branch(parts=_tagged(str(name), parameters, form), begin=begin, end=form.end)
@@ -88,18 +88,21 @@ def _parameter(schema: Any, own: dict[str, Any], is_optional: bool, begin: str, 
     if not is_text(schema):
         whole = {**schema, **own} if isinstance(schema, dict) else schema
         return replace(part, schema=whole)
-    choices = list[str]()
-    for each in schema.get("anyOf") or [schema]:
-        kinds = each["type"]
+    choices, many = list[str](), schema.get("anyOf")
+    outer = {*schema} - {"anyOf"} if many else set[str]()
+    for each in many or [schema]:
+        kinds = each.get("type", "")
         only = [each["const"]] if "const" in each else each.get("enum") or ([None] if kinds == "null" else [])
-        if more := {*each, *schema} - _NOTES - {"const", "enum", "anyOf"}:
+        if more := (({*each} - {"const", "enum"}) | outer) - _NOTES:
             raise DataError(
                 f"tools: the model writes a text after {begin!r} without quotes, which cannot be held to "
                 f"{', '.join(sorted(more))}: leave that out"
             )
         if not only:
-            return replace(part, without="|".join(map(re.escape, re.findall("</[^<>]+>", form.closes + form.end))))
-        choices += [value or "null" for value in only if isinstance(value, str) or (value is None and "null" in kinds)]
+            closing = {"</think>", *re.findall("</[^<>]+>", form.closes + form.end)}
+            return replace(part, without="|".join(map(re.escape, sorted(closing))))
+        choices += [value for value in only if isinstance(value, str)]
+        choices += ["null"] if None in only and "null" in kinds else []
     return replace(part, choices=tuple(choices))
 
 

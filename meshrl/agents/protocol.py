@@ -74,10 +74,10 @@ class Asked:
 
         `thought`: the tag that ends an open thought, or "".
         """
-        forms, before = [self.form] if self.form and not self.called else [], not self.called and self.form is None
-        if self.tools and not before:
+        forms = [self.form] if self.form and not self.called else []
+        if self.tools and (self.called or forms):
             count = sum(len(message.tool_calls) for message in self.prompt if isinstance(message, Message))
-            forms += call_forms(self.tools, self.called, chat.calls, count, is_later=bool(thought))
+            forms += call_forms(self.tools, self.called, chat.calls, count, after_thought=bool(thought))
         return Constraint(tuple(forms), thought) if forms else None
 
     def said(self, text: str, new_id: Callable[[], str]) -> Message | str:

@@ -203,7 +203,7 @@ async def test_rows_whose_masks_cannot_be_repeated_are_refused() -> None:
         MegatronReference.check_rows(load(SAMPLER), rows)
     for sampling, constraint, why in (
         ({"ignore_eos": True}, held(Branch(regex="a")), "ends where that says"),
-        ({}, '{"branches": [{}]}', "without one of schema, regex and choices"),
+        ({}, '{"branches": [{}]}', "without one of schema, regex, choices"),
         ({}, held(Branch(regex="é")), "no token of the model can continue"),
     ):
         with pytest.raises(Exception, match=why):

@@ -549,11 +549,12 @@ def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
     with pytest.raises(DataError, match="template writes a call of a tool in no form"):
         Asked([], None, TOOLS, form=Branch({})).constraint(silent, "")
     assert Asked([], None, TOOLS).constraint(silent, "") is None
-    with pytest.raises(DataError, match="which cannot be read: give it a name of letters"):
+    with pytest.raises(DataError, match="which cannot be read: take names of letters"):
         asked("Kimi-K2", {"name": "two words"})
     for parameters, why in (
         ({"oneOf": []}, "one by one between tags.*oneOf"),
         ({"required": ["a"]}, "required parameters"),
+        ({"properties": {"<a": {}}}, "which cannot be read"),
         ({"properties": {"a": {"type": "string", "pattern": "b"}}}, "without quotes, which cannot be held to pattern"),
     ):
         with pytest.raises(DataError, match=why):
