@@ -57,7 +57,7 @@ class CallForm(NamedTuple):
     """After a value."""
 
     def named(self, name: str, count: int, keys: Sequence[str] = ()) -> "CallForm":
-        """The form of a call of this function, after so many calls. Raises ValueError if it could not be read.
+        """The form of a call of this function, after this number of calls. Raises ValueError if it could not be read.
 
         `keys`: the names of parameters.
         """

@@ -35,8 +35,8 @@ def call_forms(
 ) -> list[Branch]:
     """The calls of tools as the model writes them: of those in `called`, or of all if that is empty.
 
-    `count`: the calls before. `after_thought`: True if it comes after an open thought. Raises DataError for a tool whose
-    call cannot be held to its schema.
+    `count`: the calls before. `after_thought`: True if a thought is open. Raises DataError for a tool whose call cannot
+    be held to its schema.
     """
     functions: list[Any] = [tool.get("function") for tool in tools]
     return [
