@@ -67,7 +67,7 @@ _NOTES: Final = {"type", "title", "description", "default", "examples", "depreca
 
 def _tagged(name: str, parameters: dict[str, Any], form: CallForm) -> tuple[Branch, ...]:
     """The parameters of a call one by one, each between tags."""
-    own = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    own: dict[str, Any] = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     given, required = parameters.get("properties") or {}, parameters.get("required") or []
     more = {*parameters} - {*own, *_NOTES, "properties", "required", "additionalProperties", "$schema"}
     if more or not {*required} <= {*given} or parameters.get("type", "object") != "object":

@@ -247,7 +247,7 @@ def chat_of(family: Family) -> Any:
     ends = (family.call_end,) if family.call_end else ()
     shape = Shape(family.name, "bytes", family.template, end, None, more, ends=ends)
     tokenizer = shape.tokenizer()
-    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in ("<tool_call>", "</think>")])
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in ("<tool_call>", "</think>", "</arg_value>")])
     return HuggingFaceChat(shape.words(tokenizer)), tokenizer
 
 
@@ -531,11 +531,9 @@ def test_a_required_call_is_one_in_the_form_of_the_template() -> None:
         assert [name for name, _, _ in calls] == [name], (family.name, text)
         assert rest == "", (family.name, text)
         validate(json.loads(calls[0][1]), schema)
-        added = tokenizer.get_added_vocab().values()
-        form = chat.calls.named(name, 3)
-        assert [each for each in ids if each in added] == [
-            each for each in chat.encode(form.begin + form.end) if each in added
-        ]
+        form, added = chat.calls.named(name, 3), tokenizer.get_added_vocab().values()
+        special = [each for each in chat.encode(form.begin + form.end) if each in added]
+        assert [each for each in ids if each in special] == special, (family.name, text)
         assert calls[0][2] == {"Kimi-K2": f"functions.{name}:3", "Mistral": "000000003"}.get(family.name, "")
 
 
