@@ -70,10 +70,7 @@ class Asked:
     """The files of the images that messages name."""
 
     def constraint(self, chat: Chat, thought: str) -> Constraint | None:
-        """Return what the answer may be, None if anything. Raises DataError if calls cannot be held to their form.
-
-        `thought`: the tag that ends an open thought, or "".
-        """
+        """Return what the answer may be, None if anything. `thought`: the tag that ends an open thought, or ""."""
         forms = [self.form] if self.form and not self.called else []
         if self.tools and (self.called or forms):
             count = sum(len(message.tool_calls) for message in self.prompt if isinstance(message, Message))
