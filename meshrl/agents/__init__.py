@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.batcher import Answer, RequestBatcher
 from meshrl.agents.chat import (
-    HERMES,
-    LLAMA,
-    CallForm,
     Chat,
     Function,
     Message,
@@ -23,10 +20,10 @@ from meshrl.agents.chat import (
 )
 from meshrl.agents.config import AgentConfig, load_agent, load_reward
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
+from meshrl.agents.formats import NAME, CallForm, families, form_of
 
 __all__ = [
-    "HERMES",
-    "LLAMA",
+    "NAME",
     "Agent",
     "AgentConfig",
     "Agents",
@@ -50,6 +47,8 @@ __all__ = [
     "Turn",
     "check_constraint",
     "conversations",
+    "families",
+    "form_of",
     "load_agent",
     "load_reward",
     "read_chat",

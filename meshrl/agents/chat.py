@@ -3,11 +3,11 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 
-from meshrl.agents.formats import calls_in, without_channels
+from meshrl.agents.formats import CallForm, calls_in, without_channels
 from meshrl.data import Constraint, Masks
 from meshrl.errors import BackendError, DataError, ModelError
 from meshrl.roles import ModelConfig, backends_with, function_of, masks_of, takes_images
@@ -67,18 +67,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return {name: value for name, value in shown.items() if value is not None}
 
 
-class CallForm(NamedTuple):
-    """How a model writes a call of a tool: the text before it, the key of its arguments, and the text after it."""
-
-    begin: str
-    key: str
-    end: str
-
-
-HERMES: Final = CallForm("<tool_call>\n", "arguments", "\n</tool_call>")
-LLAMA: Final = CallForm("", "parameters", "")
-
-
 class Chat(Protocol):
     """A tokenizer with a chat template."""
 
@@ -87,7 +75,7 @@ class Chat(Protocol):
 
     @property
     def calls(self) -> CallForm:
-        """How the model writes calls."""
+        """How the model writes a call. Raises DataError if it writes none that could be read."""
         ...
 
     @property

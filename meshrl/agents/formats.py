@@ -1,12 +1,15 @@
 """How families of models write calls of tools and thoughts: each form of a call is found in the text that was drawn.
 
 The forms have distinct marks, so a text needs no name of its family. What is learnt are the drawn tokens. The forms say
-only what a client reads.
+only what a client reads. To ask for a call, a model's own chat template is shown one, and what it writes must be one of
+the forms.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product, takewhile
+from operator import eq
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
@@ -38,6 +41,41 @@ class Format(NamedTuple):
     """Matches marks around the calls, which no client sees."""
     is_plain: bool = False
     """True if a text may have the marks too, so that each call must name a tool that there is."""
+
+
+class CallForm(NamedTuple):
+    """How a chat template writes one call: what is before and after its arguments."""
+
+    begin: str
+    """With NAME for the function's name, and perhaps COUNT for the number of calls before."""
+    end: str
+    opens: str = ""
+    """Before the name of each parameter, if these are between tags. "" if the arguments are one JSON object."""
+    middle: str = ""
+    """Between a parameter's name and its value."""
+    closes: str = ""
+    """After a value."""
+
+    def named(self, name: str, count: int, keys: Sequence[str] = ()) -> "CallForm":
+        """The form of a call of this function, after this number of calls. Raises ValueError if it could not be read.
+
+        `keys`: the names of parameters.
+        """
+        begin, end = (
+            text.replace(NAME, name).replace(f":{COUNT}", f":{count}").replace(COUNT, f"{count:0{len(COUNT)}}")
+            for text in (self.begin, self.end)
+        )
+        given = "".join(f"{self.opens}{key}{self.middle}1{self.closes}" for key in keys) if self.opens else "{}"
+        _, calls = calls_in(f"{begin}{given}{end}", [{"function": {"name": name}}])
+        wanted = dict.fromkeys(keys if self.opens else (), 1)
+        if [(called, json.loads(read)) for called, read, _ in calls] != [(name, wanted)]:
+            raise ValueError(f"a call of {name!r} would be written as {begin}{given}{end}, which cannot be read")
+        return self._replace(begin=begin, end=end)
+
+
+NAME: Final = "meshrlname"
+COUNT: Final = "731852964"
+"""Nine digits, as an id of Mistral's has."""
 
 
 def _found(pattern: str) -> re.Pattern[str]:
@@ -103,13 +141,17 @@ def _row_of(pattern: re.Pattern[str], text: str) -> Iterable[re.Match[str]]:
 
 def _typed(text: str, schema: object) -> object:
     """The value of a parameter: a text if the tool says so, or if it is not JSON."""
-    kinds = _kinds(schema)
-    if kinds == {"string"} or (kinds == {"string", "null"} and text.strip() != "null"):
+    if is_text(schema) and (text.strip() != "null" or _kinds(schema) == {"string"}):
         return text
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return text
+
+
+def is_text(schema: object) -> bool:
+    """True if a parameter has no quotes where it is between tags: if its schema allows texts, and perhaps null."""
+    return _kinds(schema) in ({"string"}, {"string", "null"})
 
 
 def _kinds(schema: object) -> set[str]:
@@ -126,13 +168,15 @@ def _bars(name: str) -> str:
     return f"<\uff5ctool▁{name}\uff5c>"
 
 
+_JSON: Final = r'(?P<json>(?:[^"]|"(?:[^"\\]|\\.)*+(?:"|\Z))*?)'
+"""The shortest text before what follows, without ends in the midst of a quoted one."""
 _NAME: Final = r"(?P<name>[\w.:-]+)"
 FORMATS: Final[Sequence[Format]] = (
     Format(
         "Hermes, Qwen2.5, Qwen3",
         "</tool_call>",
         "<tool_call>",
-        _found(r"<tool_call>\s*(?P<json>\{.*?\})\s*</tool_call>"),
+        _found(rf"<tool_call>\s*(?=\{{){_JSON}\s*</tool_call>"),
         _json,
     ),
     Format(
@@ -165,7 +209,7 @@ FORMATS: Final[Sequence[Format]] = (
         "DeepSeek-V3, R1",
         _bars("call▁end"),
         _bars("call▁begin"),
-        _found(f"{_bars('call▁begin')}function{_bars('sep')}{_NAME}\n```json\n(?P<json>.*?)\n```{_bars('call▁end')}"),
+        _found(f"{_bars('call▁begin')}function{_bars('sep')}{_NAME}\n```json\n{_JSON}\n```{_bars('call▁end')}"),
         _named,
         _found(_bars("calls▁(?:begin|end)")),
     ),
@@ -173,7 +217,7 @@ FORMATS: Final[Sequence[Format]] = (
         "DeepSeek-V3.1",
         _bars("call▁end"),
         _bars("call▁begin"),
-        _found(f"{_bars('call▁begin')}{_NAME}{_bars('sep')}(?P<json>.*?){_bars('call▁end')}"),
+        _found(f"{_bars('call▁begin')}{_NAME}{_bars('sep')}{_JSON}{_bars('call▁end')}"),
         _named,
         _found(_bars("calls▁(?:begin|end)")),
     ),
@@ -183,7 +227,7 @@ FORMATS: Final[Sequence[Format]] = (
         "<|tool_call_begin|>",
         _found(
             r"<\|tool_call_begin\|>\s*(?P<id>functions\.(?P<name>[\w.-]+):\d+)\s*"
-            r"<\|tool_call_argument_begin\|>(?P<json>.*?)<\|tool_call_end\|>"
+            rf"<\|tool_call_argument_begin\|>{_JSON}<\|tool_call_end\|>"
         ),
         _named,
         _found(r"<\|tool_calls_section_(?:begin|end)\|>"),
@@ -192,7 +236,7 @@ FORMATS: Final[Sequence[Format]] = (
         "Mistral, Tekken 11 and later",
         "[TOOL_CALLS]",
         "[TOOL_CALLS]",
-        _found(r"\[TOOL_CALLS\](?P<name>\w[\w.-]*)\[ARGS\](?P<json>\{.*?\})(?=\[TOOL_CALLS\]|\s*\Z)"),
+        _found(rf"\[TOOL_CALLS\](?P<name>\w[\w.-]*)\[ARGS\](?=\{{){_JSON}(?=\[TOOL_CALLS\]|\s*\Z)"),
         _named,
     ),
     Format("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _found(r"\[TOOL_CALLS\]\s*(?P<json>\[.*\])"), _json),
@@ -202,7 +246,7 @@ FORMATS: Final[Sequence[Format]] = (
         "",
         _found(
             r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.(?P<name>[\w.-]+)"
-            r"(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?json)?<\|message\|>(?P<json>.*?)"
+            rf"(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?json)?<\|message\|>{_JSON}"
             r"(?:<\|call\|>|\Z)"
         ),
         _named,
@@ -220,6 +264,11 @@ _CHANNEL: Final = _found(
 """A message of gpt-oss's channels."""
 
 
+def families() -> str:
+    """The families of models whose calls are read."""
+    return "; ".join(form.families for form in (*FORMATS, _BARE))
+
+
 def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Sequence[Written]]:
     """Return a text without its calls, and the calls. All stays text if one cannot be read."""
     functions: list[Any] = [tool.get("function") for tool in tools]
@@ -232,6 +281,82 @@ def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Seq
             return (thoughts + form.around.sub("", rest)).strip(), calls
     _, calls = _read(_BARE, without_special(said), types)
     return (thoughts.strip(), calls) if calls else (text, ())
+
+
+_GIVEN: Final = {"meshrlfirst": "meshrlone", "meshrlsecond": "meshrltwo"}
+_PAIRS: Final = r"\s*,\s*".join(rf'"{key}"\s*:\s*"{value}"' for key, value in _GIVEN.items())
+_OBJECT: Final = _found(rf"\{{\s*{_PAIRS}\s*\}}")
+_TAGGED: Final = _found("(.*?)".join(["", *(word for pair in _GIVEN.items() for word in pair), r"\Z"]))
+_TOOL: Final[Mapping[str, object]] = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in _GIVEN}, "required": []},
+    },
+}
+
+
+def form_of(
+    render: Callable[[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]], bool], str], ends: Sequence[str]
+) -> CallForm | None:
+    """The form in which a chat template writes calls, None if it writes none of FORMATS.
+
+    `render`: the template's text of messages and tools, and whether it opens an assistant's turn. `ends`: the texts
+    that end a turn.
+    """
+    user = {"role": "user", "content": "a"}
+    for content, own, as_text in product((None, ""), (COUNT, f"functions.{NAME}:{COUNT}"), (False, True)):
+        said = list[str]()
+        try:
+            prompt = render([user], [_TOOL], True)
+            for given in (_GIVEN, {}):
+                function = {"name": NAME, "arguments": json.dumps(given) if as_text else given}
+                call = {"id": own, "type": "function", "function": function}
+                answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+                said.append(_answer(prompt, render([user, answer], [_TOOL], False), ends))
+            _, calls = calls_in(said[0], [_TOOL])
+            if [(name, json.loads(given)) for name, given, _ in calls] == [(NAME, _GIVEN)]:
+                form = _between(*said)
+                form.named(NAME, 0)
+                return form
+        except Exception:  # noqa: BLE001, S112 -- a template may raise anything
+            continue
+    return None
+
+
+def _answer(prompt: str, text: str, ends: Sequence[str]) -> str:
+    """What a template writes of an answer, after what opens it and a thought, up to what ends it."""
+    opened = _shared(prompt, text)
+    said = text[len(opened if opened == prompt else _whole(opened)) :]
+    said = said[: min((said.find(end) for end in ends if end in said), default=len(said))].rstrip()
+    thought = max((found.end() for found in _THOUGHT_END.finditer(said)), default=0)
+    return said[thought:].lstrip() if thought else said
+
+
+def _shared(one: str, other: str) -> str:
+    """The text with which both begin."""
+    return one[: sum(1 for _ in takewhile(bool, map(eq, one, other)))]
+
+
+def _whole(text: str) -> str:
+    """A text without a tag at its end that is cut."""
+    return re.sub(r"[<◁\[][^<>◁▷\[\]]*\Z", "", text)
+
+
+def _between(said: str, empty: str) -> CallForm:
+    """The form of a call with arguments that are known, and without any. Raises ValueError if it has none."""
+    if found := _OBJECT.search(said):
+        return CallForm(said[: found.start()], said[found.end() :])
+    if not (pieces := _TAGGED.fullmatch(said)):
+        raise ValueError("its arguments are not as they were given")
+    head, middle, between, again, tail = pieces.groups()
+    closes = _whole(_shared(between, tail))
+    opens = between[len(closes) :]
+    form = CallForm(head.removesuffix(opens), tail[len(closes) :], opens, middle, closes)
+    if middle != again or f"{form.begin}{form.end}" != empty or not head.endswith(opens):
+        raise ValueError("its parameters are written in several ways")
+    return form
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:

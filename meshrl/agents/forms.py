@@ -1,12 +1,14 @@
 """The forms of an answer that a request may ask for: a JSON schema, an expression, choices, or a call of a tool."""
 
-import json
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
-from meshrl.agents.chat import CallForm, Tool
+from meshrl.agents.chat import Tool
+from meshrl.agents.formats import CallForm, is_text
 from meshrl.data import Branch
 from meshrl.errors import DataError
 
@@ -28,23 +30,80 @@ def structured_form(given: Structured | None, form: Branch | None) -> Branch | N
     return Branch(given.json, given.regex, given.choice)
 
 
-def call_forms(tools: Sequence[Tool], called: Sequence[str], calls: CallForm) -> list[Branch]:
-    """The calls of tools as the model writes them: of those in `called`, or of all if that is empty."""
+def call_forms(
+    tools: Sequence[Tool], called: Sequence[str], calls: CallForm, count: int, *, after_thought: bool
+) -> list[Branch]:
+    """The calls of tools as the model writes them: of those in `called`, or of all if that is empty.
+
+    `count`: the calls before. `after_thought`: True if a thought is open. Raises DataError for a tool whose call cannot
+    be held to its schema.
+    """
     functions: list[Any] = [tool.get("function") for tool in tools]
     return [
-        _call(each, calls)
+        _call(each, calls, count, after_thought=after_thought)
         for each in functions
         if isinstance(each, dict) and (not called or each.get("name") in called)
     ]
 
 
-def _call(function: dict[str, Any], calls: CallForm) -> Branch:
+def _call(function: dict[str, Any], calls: CallForm, count: int, *, after_thought: bool) -> Branch:
     """A call of a tool, as the model writes it. Its schema stays whole, because it may refer to its own parts."""
-    parameters = function.get("parameters") or {}
+    name, parameters = function.get("name"), function.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise DataError(f"tools: `parameters` of {function.get('name')!r} is no object: give a JSON schema of one")
-    head = f'{calls.begin}{{"name": {json.dumps(function.get("name"))}, "{calls.key}": '
-    return Branch({"type": "object", **parameters}, begin=head, end=f"}}{calls.end}")
+        raise DataError(f"tools: `parameters` of {name!r} is no object: give a JSON schema of one")
+    try:
+        form = calls.named(str(name), count, tuple(parameters.get("properties") or ()))
+    except ValueError as error:
+        raise DataError(f"tools: {error}: take names of letters, digits, - and _") from error
+    begin = form.begin.lstrip() if after_thought else form.begin
+    if not form.opens:
+        return Branch({"type": "object", **parameters}, begin=begin, end=form.end)
+    return Branch(parts=_tagged(str(name), parameters, form), begin=begin, end=form.end)
+
+
+_NOTES: Final = {"type", "title", "description", "default", "examples", "deprecated", "$comment"}
+"""Keys of a schema that hold no text to anything else."""
+
+
+def _tagged(name: str, parameters: dict[str, Any], form: CallForm) -> tuple[Branch, ...]:
+    """The parameters of a call one by one, each between tags."""
+    own: dict[str, Any] = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    given, required = parameters.get("properties") or {}, parameters.get("required") or []
+    more = {*parameters} - {*own, *_NOTES, "properties", "required", "additionalProperties", "$schema"}
+    if more or not {*required} <= {*given} or parameters.get("type", "object") != "object":
+        raise DataError(
+            f"tools: the model writes the parameters of {name!r} one by one between tags, such as {form.opens!r}. No "
+            f"call can be held to its schema's {', '.join(sorted(more)) or 'required parameters'}: give it properties "
+            "alone"
+        )
+    return tuple(
+        _parameter(schema, own, key not in required, f"{form.opens}{key}{form.middle}", form)
+        for key, schema in given.items()
+    )
+
+
+def _parameter(schema: Any, own: dict[str, Any], is_optional: bool, begin: str, form: CallForm) -> Branch:
+    """A parameter between tags, a text without quotes where its schema says so."""
+    part = Branch(begin=begin, end=form.closes, is_optional=is_optional)
+    if not is_text(schema):
+        whole = {**schema, **own} if isinstance(schema, dict) else schema
+        return replace(part, schema=whole)
+    choices, many = list[str](), schema.get("anyOf")
+    outer = {*schema} - {"anyOf"} if many else set[str]()
+    for each in many or [schema]:
+        kinds = each.get("type", "")
+        only = [each["const"]] if "const" in each else each.get("enum") or ([None] if kinds == "null" else [])
+        if more := (({*each} - {"const", "enum"}) | outer) - _NOTES:
+            raise DataError(
+                f"tools: the model writes a text after {begin!r} without quotes, which cannot be held to "
+                f"{', '.join(sorted(more))}: leave that out"
+            )
+        if not only:
+            closing = {"</think>", *re.findall("</[^<>]+>", form.closes + form.end)}
+            return replace(part, without="|".join(map(re.escape, sorted(closing))))
+        choices += [value for value in only if isinstance(value, str)]
+        choices += ["null"] if None in only and "null" in kinds else []
+    return replace(part, choices=tuple(choices))
 
 
 def schema_form(schema: object, where: str) -> Branch:

@@ -323,7 +323,7 @@ class Gateway:
         if body.is_counted:
             counted = body.reply(asked, "", (), len(prompt.tokens), self._chat)
             return protocol.json_response(200, counted.whole())
-        constraint = asked.constraint(self._chat.calls, thought_end(self._chat.decode(prompt.tokens[-_TAIL:].tolist())))
+        constraint = asked.constraint(self._chat, thought_end(self._chat.decode(prompt.tokens[-_TAIL:].tolist())))
         if constraint is not None:
             check_constraint(self._chat, constraint)
         answers = await self._drawn(session, request, asked, prompt, constraint)

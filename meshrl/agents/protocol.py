@@ -17,7 +17,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from meshrl.agents.chat import CallForm, Chat, Function, Message, Tool, ToolCall, message_of
+from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, message_of
 from meshrl.agents.conversation import Drawn
 from meshrl.agents.forms import Structured, call_forms, format_form, names_called, structured_form
 from meshrl.agents.meaning import split_thoughts
@@ -69,11 +69,12 @@ class Asked:
     images: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     """The files of the images that messages name."""
 
-    def constraint(self, calls: CallForm, thought: str) -> Constraint | None:
+    def constraint(self, chat: Chat, thought: str) -> Constraint | None:
         """Return what the answer may be, None if anything. `thought`: the tag that ends an open thought, or ""."""
-        forms = call_forms(self.tools, self.called, calls)
-        if not self.called:
-            forms = [self.form, *forms] if self.form else []
+        forms = [self.form] if self.form and not self.called else []
+        if self.tools and (self.called or forms):
+            count = sum(len(message.tool_calls) for message in self.prompt if isinstance(message, Message))
+            forms += call_forms(self.tools, self.called, chat.calls, count, after_thought=bool(thought))
         return Constraint(tuple(forms), thought) if forms else None
 
     def said(self, text: str, new_id: Callable[[], str]) -> Message | str:

@@ -31,8 +31,14 @@ class Branch(msgspec.Struct, frozen=True, omit_defaults=True):
     """A JSON schema."""
     regex: str | None = None
     choices: tuple[str, ...] = ()
+    without: str | None = None
+    """An expression that a free text has no match of."""
+    parts: tuple["Branch", ...] | None = None
+    """Forms one after another."""
     begin: str = ""
     end: str = ""
+    is_optional: bool = False
+    """True for one of `parts` that may be left out."""
 
 
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,10 +66,18 @@ def read_constraint(text: object, where: str) -> Constraint:
         read = msgspec.json.decode(str(text), type=Constraint)
     except msgspec.MsgspecError as error:
         raise DataError(f"{where} has a `{CONSTRAINT}` that is not the text of one: {error}") from error
-    given = [[branch.schema is not None, branch.regex is not None, bool(branch.choices)] for branch in read.branches]
-    if not given or any(sum(each) != 1 for each in given):
-        raise DataError(f"{where} has a `{CONSTRAINT}` without one of schema, regex and choices in each branch: {text}")
+    inner = [part for branch in read.branches for part in branch.parts or ()]
+    if not read.branches or any(_contents(branch) != 1 for branch in (*read.branches, *inner)):
+        raise DataError(
+            f"{where} has a `{CONSTRAINT}` without one of schema, regex, choices, without and parts in each branch: "
+            f"{text}"
+        )
     return read
+
+
+def _contents(branch: Branch) -> int:
+    given = branch.schema, branch.regex, branch.choices or None, branch.without, branch.parts
+    return sum(each is not None for each in given)
 
 
 Span: TypeAlias = tuple[int, int, str]

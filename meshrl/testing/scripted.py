@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from meshrl.agents import LLAMA, CallForm, Message, Tool
+from meshrl.agents import NAME, CallForm, Message, Tool
 from meshrl.data import Batch, Constraint, Weights
 from meshrl.roles import Completion, ModelConfig, Sampling, SteppingSampler, completed
 
@@ -20,7 +20,7 @@ class ScriptedChat:
     ends: frozenset[int] = frozenset({0})
     max_tokens = native_tokens = 1 << 20
     backends: tuple[str, str] = ("fake", "")
-    calls: CallForm = LLAMA
+    calls = CallForm(f'{{"name": "{NAME}", "arguments": ', "}")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render the lines, and `assistant: `. A turn's end precedes each line except the first."""

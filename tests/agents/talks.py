@@ -10,7 +10,7 @@ import httpx2
 import openai
 
 from meshrl import Batch, Sampling
-from meshrl.agents import HERMES, Agent, Episode, Gateway, Message, Session, Tool
+from meshrl.agents import NAME, Agent, CallForm, Episode, Gateway, Message, Session, Tool
 from meshrl.data import Constraint
 from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
 
@@ -26,7 +26,7 @@ class ChatML:
     ends = frozenset({0})
     max_tokens = native_tokens = 1 << 20
     backends: tuple[str, str] = ("fake", "")
-    calls = HERMES
+    calls = CallForm(f'<tool_call>\n{{"name": "{NAME}", "arguments": ', "}\n</tool_call>")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         shown: list[Any] = [message.shown() for message in messages]

@@ -22,10 +22,14 @@ from meshrl_torch.sample.sampler import TorchSampler
 
 TEMPLATE = """
 {%- for each in messages -%}
-{{- each.role + ':' + (each.content or '') + '|' -}}
+{{- each.role + ':' + (each.content or '') -}}
+{%- for call in each.tool_calls or [] -%}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' -}}
+{{- '\n</tool_call>' -}}
+{%- endfor -%}
+{{- '|' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}
-{#- calls are written as <tool_call> -#}
 """
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 SIZES = {"hidden_size": 16, "ffn_size": 32, "layers": 1, "heads": 2, "max_tokens": 800}
@@ -199,7 +203,7 @@ async def test_rows_whose_masks_cannot_be_repeated_are_refused() -> None:
         MegatronReference.check_rows(load(SAMPLER), rows)
     for sampling, constraint, why in (
         ({"ignore_eos": True}, held(Branch(regex="a")), "ends where that says"),
-        ({}, '{"branches": [{}]}', "without one of schema, regex and choices"),
+        ({}, '{"branches": [{}]}', "without one of schema, regex, choices"),
         ({}, held(Branch(regex="é")), "no token of the model can continue"),
     ):
         with pytest.raises(Exception, match=why):

@@ -13,11 +13,18 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
+from jsonschema import validate
+from tokenizers import AddedToken
 
 from meshrl.agents import Conversation, Drawn, Function, Message, ToolCall
 from meshrl.agents.chat import message_of
+from meshrl.agents.formats import calls_in
 from meshrl.agents.meaning import pieces_of
+from meshrl.agents.protocol import Asked
+from meshrl.data import Branch, Constraint
+from meshrl.errors import DataError
 from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.masks import grammars_of
 from tests.real_rows.shapes import Shape
 
 Call: TypeAlias = tuple[str, dict[str, Any]]
@@ -52,7 +59,8 @@ class Family:
     def template(self) -> str:
         before, after, _ = self.turn
         role = before.replace("{role}", "{{ m.role }}")
-        said = f"{self.final}{{{{ m.content }}}}{{% set calls = m.tool_calls %}}{{% set ns.called = calls %}}"
+        final = f"{{% if not m.tool_calls %}}{self.final}{{% endif %}}"
+        said = f"{final}{{{{ m.content }}}}{{% set calls = m.tool_calls %}}{{% set ns.called = calls %}}"
         ends, closes = self.call_end if self.call_end == "<|call|>" else after, self.closes or after
         called = f"{{% if calls %}}{self.calls}{ends}{{% else %}}{closes}{{% endif %}}"
         refused = "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}{% endif %}"
@@ -173,7 +181,8 @@ FAMILIES: Final = [
         "Mistral", ("[{role}]", "</s>", "</s>"),
         lambda calls: f"[TOOL_CALLS] {dumped([{'name': name, 'arguments': given} for name, given in calls])}",
         "[TOOL_CALLS] [{% for c in calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
-        "{{ c.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]",
+        '{{ (c.function | tojson)[:-1] + \', "id": "\' + c.id }}"}{% if not loop.last %}'
+        ", {% endif %}{% endfor %}]",
         ["[TOOL_CALLS]", "[user]", "[assistant]", "[tool]"], ("[THINK]", "[/THINK]"),
     ),
     Family(
@@ -238,6 +247,7 @@ def chat_of(family: Family) -> Any:
     ends = (family.call_end,) if family.call_end else ()
     shape = Shape(family.name, "bytes", family.template, end, None, more, ends=ends)
     tokenizer = shape.tokenizer()
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in ("<tool_call>", "</think>", "</arg_value>")])
     return HuggingFaceChat(shape.words(tokenizer)), tokenizer
 
 
@@ -447,3 +457,111 @@ def test_a_model_that_loops_costs_a_pass(opens: str, closes: str) -> None:
     many = opens * (200_000 // len(opens))
     for text in (many + closes, closes + many):
         message_of(text, TOOLS, lambda: "1")
+
+
+KINDS: Final[list[Any]] = [
+    {"type": "string"},
+    {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    {"enum": ["red", "</b>"], "type": "string"},
+    {"type": ["string", "integer"], "maxLength": 4},
+    {"type": "integer", "minimum": -3, "maximum": 40},
+    {"type": "array", "items": {"$ref": "#/$defs/pair"}, "maxItems": 2},
+    {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    },
+    {"const": None},
+]
+CLOSERS: Final = [
+    '"',
+    "}",
+    "]",
+    "\n</parameter>\n",
+    "</arg_value>\n",
+    "</parameter>\n",
+    "<tool_call>",
+    "</think>",
+    ", ",
+]
+
+
+def tool_of(draw: random.Random) -> Any:
+    names = [f"p{number}" for number in range(draw.randint(0, 4))]
+    properties = {name: draw.choice(KINDS) for name in names}
+    required = [name for name in names if draw.random() < 0.6]
+    pair = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    parameters = {"type": "object", "properties": properties, "required": required, "$defs": {"pair": pair}}
+    function = {"name": draw.choice(["seek", "read-file.v2", "do_it"]), "parameters": parameters}
+    return {"type": "function", "function": {**function, "parameters": {**parameters, "additionalProperties": False}}}
+
+
+def walked(draw: random.Random, chat: HuggingFaceChat, constraint: Constraint) -> list[int]:
+    """Random tokens that a constraint allows, more often those that come to an end."""
+    grammars = grammars_of(chat.words)
+    matcher, ids = grammars.begin(constraint.text, (), "a row"), list[int]()
+    closers = [chat.encode(each) for each in CLOSERS]
+    while True:
+        bits = np.unpackbits(grammars.fill([matcher])[0].view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if not chat.ends.isdisjoint(allowed):
+            return ids
+        closing = draw.choice(closers[: 9 if len(ids) < 200 else 6])
+        fits = matcher.deep_copy().try_consume_tokens(list(closing)) == len(closing)
+        piece = closing if fits and draw.random() < 0.3 + len(ids) / 300 else [draw.choice(allowed)]
+        assert matcher.try_consume_tokens(list(piece)) == len(piece)
+        ids += piece
+
+
+def test_a_required_call_is_one_in_the_form_of_the_template() -> None:
+    """Random schemas, and under each mask random tokens."""
+    for seed in range(4 * len(FAMILIES)):
+        draw = random.Random(seed)
+        family = FAMILIES[seed % len(FAMILIES)]
+        chat, tokenizer = chat_of(family)
+        tool = tool_of(draw)
+        name, schema = tool["function"]["name"], tool["function"]["parameters"]
+        before = Message("assistant", tool_calls=(ToolCall(function=Function("now", "{}")),) * 3)
+        constraint = Asked([before], None, [*TOOLS, tool], called=[name]).constraint(chat, "")
+        assert constraint is not None
+        chat.check(constraint)
+        ids = walked(draw, chat, constraint)
+        rest, calls = calls_in(text := chat.decode(ids), [tool])
+        assert [name for name, _, _ in calls] == [name], (family.name, text)
+        assert rest == "", (family.name, text)
+        validate(json.loads(calls[0][1]), schema)
+        form, added = chat.calls.named(name, 3), tokenizer.get_added_vocab().values()
+        special = [each for each in chat.encode(form.begin + form.end) if each in added]
+        assert [each for each in ids if each in special] == special, (family.name, text)
+        assert calls[0][2] == {"Kimi-K2": f"functions.{name}:3", "Mistral": "000000003"}.get(family.name, "")
+
+
+def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
+    def asked(family: str, tool: Any) -> None:
+        chat, _ = chat_of(next(each for each in FAMILIES if each.name == family))
+        Asked([], None, [{"function": tool}], called=[tool["name"]]).constraint(chat, "")
+
+    plain = Shape("plain", "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}", "</s>")
+    silent = HuggingFaceChat(plain.words(plain.tokenizer()))
+    with pytest.raises(DataError, match="template writes a call of a tool in no form"):
+        Asked([], None, TOOLS, form=Branch({})).constraint(silent, "")
+    assert Asked([], None, TOOLS).constraint(silent, "") is None
+    with pytest.raises(DataError, match="which cannot be read: take names of letters"):
+        asked("Kimi-K2", {"name": "two words"})
+    for parameters, why in (
+        ({"oneOf": []}, "one by one between tags.*oneOf"),
+        ({"required": ["a"]}, "required parameters"),
+        ({"properties": {"<a": {}}}, "which cannot be read"),
+        ({"properties": {"a": {"type": "string", "pattern": "b"}}}, "without quotes, which cannot be held to pattern"),
+    ):
+        with pytest.raises(DataError, match=why):
+            asked("GLM-4.6", {"name": "f", "parameters": parameters})
+        asked("Hermes", {"name": "f", "parameters": parameters})
+
+
+def test_a_call_may_have_marks_of_calls_in_its_texts() -> None:
+    for family in FAMILIES:
+        text = family.writes([("look", {"where": 'a "b"}</tool_call>'})])
+        if chat_of(family)[0].calls.opens == "":
+            assert said(text)[1] == [("look", dumped({"where": 'a "b"}</tool_call>'}))], family.name

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
-from meshrl.agents import HERMES, LLAMA, Message, Tool
+from meshrl.agents import CallForm, Message, Tool, families, form_of
 from meshrl.data import Batch, Constraint, Images, names_in
 from meshrl.errors import BackendError, DataError, ModelError, described
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig, RewardTrainingConfig, Sampling, masks_of
@@ -40,13 +41,27 @@ class HuggingFaceChat:
         self.ends = known.ends
         self.max_tokens = known.max_tokens
         self.native_tokens = known.native_tokens
-        self._words = known
+        self.words = known
         self._bare = replace(known, chat=None)
         self._tokenizer = known.tokenizer
         self._variables = variables or {}
         self.backends: tuple[str, str] = ("torch", "")
         self.unseen = ""
-        self.calls = HERMES if "<tool_call>" in str(known.tokenizer.chat_template) else LLAMA
+
+    @cached_property
+    def calls(self) -> CallForm:
+        """The form of calls in the chat template. DataError if it writes none that could be read."""
+        form = form_of(
+            lambda turns, tools, opens: in_template(self._tokenizer, turns, self._variables, opens=opens, tools=tools),
+            self.words.end_texts,
+        )
+        if form is None:
+            raise DataError(
+                "the model's chat template writes a call of a tool in no form that is read, so no answer can be held "
+                f'to one: leave tool_choice at "auto" and send no tools with a format, or take a model of these '
+                f"families: {families()}"
+            )
+        return form
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""
@@ -55,11 +70,11 @@ class HuggingFaceChat:
     @property
     def sees(self) -> bool:
         """True if the model sees images."""
-        return self._words.vision is not None
+        return self.words.vision is not None
 
     def see(self, images: Mapping[str, bytes]) -> Sequence[object]:
         """Let the processor read images, in any thread. DataError for one that cannot be read."""
-        if (vision := self._words.vision) is None:
+        if (vision := self.words.vision) is None:
             return ()
         return vision.hold(Images([[*images]], images), [*images], "an image of a message")
 
@@ -73,7 +88,7 @@ class HuggingFaceChat:
         except Exception as error:
             raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
         names = [name for message in messages for name in names_in(message.content)]
-        return self._words.put(text, names, Images([names], images), "the conversation").text
+        return self.words.put(text, names, Images([names], images), "the conversation").text
 
     def _in_template(self, messages: Sequence[Message], tools: Sequence[Tool], *, as_text: bool) -> str:
         turns = [message.shown(as_text=as_text) for message in messages]
@@ -91,7 +106,7 @@ class HuggingFaceChat:
 
     def decode(self, tokens: Sequence[int], after: Sequence[int] = ()) -> str:
         """Decode tokens that continue others, without those that end a text."""
-        return completion_texts(self._words, [tokens], [after])[0]
+        return completion_texts(self.words, [tokens], [after])[0]
 
     def check(self, constraint: Constraint) -> None:
         """Raise DataError if the sampler cannot begin an answer under a constraint, or llguidance is missing."""
@@ -99,9 +114,9 @@ class HuggingFaceChat:
         try:
             check_grammar(constraint)
             if masks == "served":
-                plain_lark(self._words, constraint)
+                plain_lark(self.words, constraint)
             elif masks == "trained":
-                grammars_of(self._words).begin(constraint.text, (), "a request")
+                grammars_of(self.words).begin(constraint.text, (), "a request")
         except BackendError as error:
             raise DataError(str(error)) from error
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -75,16 +75,35 @@ def lark_of(constraint: Constraint, special: Mapping[str, int]) -> str:
         else:
             rules.append(f"thought[suffix={json.dumps(constraint.thought)}]: /(?s:.*)/")
     for form, branch in zip(forms, constraint.branches, strict=True):
-        parts = [_literal(branch.begin, special), f"{form}_content", _literal(branch.end, special)]
-        rules += [f"{form}: {' '.join(filter(None, parts))}", f"{form}_content: {_content(branch)}"]
+        rules += _rules(form, branch, special)
     return "\n".join([f"start: {start}", *rules])
 
 
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text, with special tokens as such."""
+def _rules(form: str, branch: Branch, special: Mapping[str, int]) -> Iterator[str]:
+    """The rule of a branch, and those that it needs."""
+    ends = _literals(branch.end, special)
+    if branch.without is not None:  # a text ends where what is after it begins, so both are one terminal
+        after = ends.pop(0) if ends and ends[0].startswith('"') else ""
+        yield f"{form.upper()}_TEXT: /(?s:.*)/ & ~/(?s:.*)({branch.without.replace('/', chr(92) + '/')})(?s:.*)/"
+        yield f"{form.upper()}: {form.upper()}_TEXT {after}"
+        content = form.upper()
+    elif branch.parts is not None:
+        names = [f"{form}_{number}" for number in range(len(branch.parts))]
+        for name, part in zip(names, branch.parts, strict=True):
+            yield from _rules(name, part, special)
+        marked = zip(names, branch.parts, strict=True)
+        content = " ".join(f"{name}?" if part.is_optional else name for name, part in marked) or '""'
+    else:
+        content = _content(branch)
+    yield f"{form}: {' '.join([*_literals(branch.begin, special), f'{form}_content', *ends])}"
+    yield f"{form}_content: {content}"
+
+
+def _literals(text: str, special: Mapping[str, int]) -> list[str]:
+    """The pieces of a text, with special tokens as such."""
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
     pieces = re.split(f"({names})", text) if names else [text]
-    return " ".join(f"<[{special[each]}]>" if each in special else json.dumps(each) for each in pieces if each)
+    return [f"<[{special[each]}]>" if each in special else json.dumps(each) for each in pieces if each]
 
 
 def _content(branch: Branch) -> str:
@@ -134,8 +153,10 @@ class Grammars:
         check_installed()
         self._known = words.known
         self._ends = words.ends
-        self._special = special_tokens(words.tokenizer)
         self._tokenizer = _vocabulary(words)
+        added = added_tokens(words.tokenizer).items()
+        self.special = {text: token for text, token in added if self._tokenizer.is_special_token(token)}
+        """Tokens that no text can spell in a grammar, by name: for llguidance all names in angle brackets."""
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def begin(self, text: str, tokens: Sequence[int], where: str) -> "LLMatcher":
@@ -199,7 +220,7 @@ class Grammars:
     def _compile(self, text: str) -> "LLMatcher":
         from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
 
-        grammar = grammar_of(read_constraint(text, "a row"), self._special)
+        grammar = grammar_of(read_constraint(text, "a row"), self.special)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise DataError(f"an answer cannot be held to {text[:200]}: {matcher.get_error()[:400]}")
@@ -210,18 +231,12 @@ class Grammars:
 def plain_lark(words: Words, constraint: Constraint) -> str:
     """The grammar of a constraint for engines that take no special tokens in one. DataError if it has any."""
     rule = lark_of(constraint, {})
-    if rule != lark_of(constraint, special_tokens(words.tokenizer)):
+    if rule != lark_of(constraint, grammars_of(words).special):
         raise DataError(
             f"{constraint.text[:200]}: it has a special token of this model, which the sampler's engine takes in no "
             'grammar: use sampler.backend = "torch"'
         )
     return rule
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
-    """Return the tokens that no text can spell, by name."""
-    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-    return {str(token.content): number for number, token in added.items() if token.special}
 
 
 def _vocabulary(words: Words) -> "LLTokenizer":
