@@ -129,6 +129,8 @@ def _show_evaluation(evaluation: Evaluation) -> None:
     for name, estimate in evaluation.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
+    if evaluation.truncated:
+        typer.echo(f"completions cut off at the token limit: {evaluation.truncated:.0%} (--max-tokens raises it)")
     if evaluation.reward_errors:
         typer.echo(f"completions without a verdict: {evaluation.reward_errors}")
 

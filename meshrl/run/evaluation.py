@@ -393,7 +393,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     greedy: Estimate
     """Share of prompts whose greedy completion is right, with Wilson's interval."""
     pass_at: dict[int, Estimate]
-    """pass@k of sampled completions by k, with the bootstrap's interval over prompts."""
+    """pass@k of sampled completions by k, with the interval of `mean_of`."""
     reward: Estimate
     """Mean reward of sampled completions, with the interval of `mean_of`."""
     truncated: float
@@ -469,7 +469,7 @@ def estimated(
         seed=options.seed,
         greedy=wilson(right, int((~np.isnan(greedy.rewards)).sum())),
         pass_at={
-            k: bootstrap(passed, options.seed)
+            k: mean_of(passed, options.seed)
             for k in (powers_of_2(options.n) if sampled is not None else ())
             if len(passed := _pass_at(rewards, k, options.threshold))
         },

@@ -369,7 +369,8 @@ class Run:
         """Write some rows of a batch. What cannot be shown is only logged: nothing that is learned depends on it."""
         try:
             found = await self._samples.of(batch)
-            rows = [{name: row[name] for name in row if name != "held_out"} | mark for row in found]
+            hidden = {"held_out", "temperature"} if mark else {"held_out"}  # greedy ones have that of their log-probs
+            rows = [{name: row[name] for name in row if name not in hidden} | mark for row in found]
         except Exception as error:  # noqa: BLE001 -- columns and tokenizers are the script's own
             source = f"the evaluation after {step} steps" if mark else f"step {step}"
             log.warning(f"samples.jsonl has no rows of {source}, and the run goes on: {described(error)}")

@@ -493,7 +493,8 @@ def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
+    lines = str(error).strip().split("\n")
+    text = " ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0]
     return f"{type(error).__name__}: {text}"
 
 
