@@ -221,6 +221,7 @@ class Gateway:
             listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
         except OSError as error:
             raise ConfigError(f"{config.host}, port {config.port}: {error.strerror}: take another port") from error
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
         self._base = f"http://{host}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(

@@ -99,6 +99,7 @@ class Watcher:
         Raises ConfigError if the requested port is taken.
         """
         listening, self._is_closing = _listening(port), False
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, ws="none", server_header=False

@@ -133,6 +133,7 @@ def _listening(host: str, port: int) -> Generator[socket.socket]:
     except OSError as error:
         raise ConfigError(f"tinker: {host}, port {port}: {error.strerror}: take another port") from error
     with listening:
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
         yield listening
 
 
