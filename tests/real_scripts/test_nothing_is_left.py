@@ -121,7 +121,7 @@ def test_all_programs_end_with_the_controller(fifo: Path, tmp_path: Path) -> Non
     controllers = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
     with fifo.open("rb") as held:
         assert held.read(6) == b"xxxxxx"
-        for controller, number in zip(controllers, (signal.SIGKILL, signal.SIGHUP), strict=True):
+        for controller, number in zip(controllers, (signal.SIGKILL, signal.SIGTERM), strict=True):
             controller.send_signal(number)
             assert controller.wait() == -number
         assert held.read() == b""
