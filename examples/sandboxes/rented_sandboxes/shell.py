@@ -6,6 +6,7 @@ end of its output.
 
 import asyncio
 import math
+import re
 import secrets
 import shlex
 from abc import ABC, abstractmethod
@@ -41,17 +42,19 @@ echo; pwd
 """Prints the tools that are missing, and the folder. Only GNU's `timeout` kills what a command has started."""
 LINE: Final = """exec 4>&1 2> /dev/null
 printf .
-told=$({{ {{ timeout -s KILL {seconds} sh -c '(exec "$@" 2>&1 5>&-); echo $? >&5' sh {command} < {given} 3>&- 4>&- |
+told=$({{ {{ timeout -s KILL {seconds} sh -c '(exec "$@" 2>&1 5>&-); echo s$? >&5' sh {command} < {given} 3>&- 4>&- |
 timeout -s KILL {drained} tee /dev/fd/3 4>&- 5>&- | tail -c {kept} 3>&- 4>&- 5>&- | base64 >&4 3>&- 5>&-
 }} 3>&1 | wc -c 4>&- 5>&-; }} 5>&1)
 printf '.%s' "$told"
 rm -f {files}
 """
-"""Prints `.OUTPUT.STATUS SIZE`, without a status if `timeout` has killed the command.
+"""Prints `.OUTPUT.sSTATUS SIZE`, without a status if `timeout` has killed the command.
 
 The output goes to `tail` and, by the file 3, to `wc`. The end that `tail` keeps is printed by the file 4, and the
 status goes by 5. What a command leaves in the background may hold its output open: `tee` ends a second after its time.
 """
+TOLD: Final = re.compile(r"(?:s(\d{1,3})\n)?\s*(\d+)\s*")
+"""At most one status, and one size."""
 
 
 class Shell(ABC):
@@ -122,9 +125,12 @@ class Shell(ABC):
             await self._upload(script, line.encode())
             line = f"sh {script}"
         _, encoded, told = (await self._run(line, math.ceil(seconds) + GRACE)).rsplit(".", 2)
-        *status, size = map(int, told.split())
+        if not (numbers := TOLD.fullmatch(told)):
+            why = "not one status and one size: a process in it disturbs it, so open a new one"
+            raise ValueError(f"it told {told[:100]!r}, {why}")
+        status, size = numbers.groups()
         output = b64decode(encoded)[-most:] if most else b""
-        return Ran(status[0] if status else None, output.decode(errors="replace"), size - len(output))
+        return Ran(int(status) if status else None, output.decode(errors="replace"), int(size) - len(output))
 
     async def read(self, path: str) -> bytes:
         """Read a file of at most 16 MiB."""
