@@ -115,7 +115,7 @@ class Shell(ABC):
             await self._upload(given, stdin)
         line = LINE.format(
             command=command,
-            seconds=f"{seconds:.3f}",
+            seconds=f"{max(0.001, seconds):.3f}",
             drained=f"{seconds + 1:.3f}",
             given=given if stdin else "/dev/null",
             kept=max(1, most),  # a tail that keeps nothing reads nothing
