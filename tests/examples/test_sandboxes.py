@@ -41,6 +41,7 @@ async def test_a_rented_machine_keeps_the_contract_of_sandboxes(kind: str, servi
         await keeps_the_contract(sandbox)
         long = await sandbox.exec(["printf", "%s", "'" * 50_000], stdin=b"unread", output_bytes=10)
         assert (long.status, long.output, long.left_out) == (0, "'" * 10, 49_990)
+        assert (await sandbox.exec(["printf", "%s", "\udcff"])).output == "\ufffd", "a byte that is no text"
         assert (await sandbox.exec("sleep 600", seconds=0.0001)).status is None
         with pytest.raises(SandboxError, match=r"it told 's0\\ns1\\n *0', not one status and one size"):
             await sandbox.exec("echo s0 > /proc/$PPID/fd/5; exit 1")

@@ -23,7 +23,7 @@ async def keeps_the_contract(sandbox: Sandbox) -> None:
     assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).status in (137, -9)
     assert (await sandbox.exec(["no-such-program"])).status == 127
     assert (await sandbox.exec("echo $SECRET")).output == "\n"
-    for never in ("true " + "x" * (1 << 17), "echo \0"):
+    for never in ("true " + "x" * (1 << 17), "echo \0", "echo \ud800", ["true", *["x" * 120_000] * 20]):
         assert (await sandbox.exec(never)).status == 127
     await sandbox.write("-", "a name")
     assert await sandbox.read("-") == b"a name"

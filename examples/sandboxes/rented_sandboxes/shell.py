@@ -42,7 +42,9 @@ echo; pwd
 """Prints the tools that are missing, and the folder. Only GNU's `timeout` kills what a command has started."""
 LINE: Final = """exec 4>&1 2> /dev/null
 printf .
-told=$({{ {{ timeout -s KILL {seconds} sh -c '(exec "$@" 2>&1 5>&-); echo s$? >&5' sh {command} < {given} 3>&- 4>&- |
+told=$({{ {{ {{
+timeout -s KILL {seconds} sh -c '(exec "$@" 2>&1 5>&-); echo s$? >&5' sh {command} < {given} || [ $? != 126 ] ||
+echo s127 >&5; }} 3>&- 4>&- |
 timeout -s KILL {drained} tee /dev/fd/3 4>&- 5>&- | tail -c {kept} 3>&- 4>&- 5>&- | base64 >&4 3>&- 5>&-
 }} 3>&1 | wc -c 4>&- 5>&-; }} 5>&1)
 printf '.%s' "$told"
@@ -51,7 +53,8 @@ rm -f {files}
 """Prints `.OUTPUT.sSTATUS SIZE`, without a status if `timeout` has killed the command.
 
 The output goes to `tail` and, by the file 3, to `wc`. The end that `tail` keeps is printed by the file 4, and the
-status goes by 5. What a command leaves in the background may hold its output open: `tee` ends a second after its time.
+status goes by 5. Arguments that are too long in all keep the shell from starting `timeout`, which gives 126. What a
+command leaves in the background may hold its output open: `tee` ends a second after its time.
 """
 TOLD: Final = re.compile(r"(?:s(\d{1,3})\n)?\s*(\d+)\s*")
 """At most one status, and one size."""
@@ -101,9 +104,9 @@ class Shell(ABC):
         """Run a line of `sh`, or a program with its arguments."""
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         check_command(argv, seconds, stdin, output_bytes)
+        if not can_be_run(argv):
+            return Ran(127, "", 0)
         line = shlex.join(argv)
-        if "\0" in line or any(len(each.encode()) >= ARGUMENT for each in argv):
-            return Ran(127, "", 0)  # no system runs it
         async with self._turn:
             with as_sandbox_error(f"the sandbox failed during {line[:100]!r}"):
                 return await self._ran(line, seconds, stdin, output_bytes)
@@ -121,8 +124,9 @@ class Shell(ABC):
             kept=max(1, most),  # a tail that keeps nothing reads nothing
             files=f"{given} {script}",
         )
-        if len(line.encode()) > INLINE:
-            await self._upload(script, line.encode())
+        whole = line.encode(errors="surrogateescape")
+        if len(whole) > INLINE or whole != line.encode(errors="replace"):  # no service takes bytes that are no text
+            await self._upload(script, whole)
             line = f"sh {script}"
         _, encoded, told = (await self._run(line, math.ceil(seconds) + GRACE)).rsplit(".", 2)
         if not (numbers := TOLD.fullmatch(told)):
@@ -149,6 +153,15 @@ class Shell(ABC):
             raise SandboxError(f"{path} of the sandbox cannot be written: {told_by(made)}")
         with as_sandbox_error(f"{path} of the sandbox cannot be written"):
             await self._upload(str(place), content.encode() if isinstance(content, str) else content)
+
+
+def can_be_run(argv: Sequence[str]) -> bool:
+    """Return False if no system runs it: a zero byte, half a character, or an argument that is too long."""
+    try:
+        encoded = [each.encode(errors="surrogateescape") for each in argv]
+    except UnicodeEncodeError:
+        return False
+    return all(b"\0" not in each and len(each) < ARGUMENT for each in encoded)
 
 
 def told_by(ran: Ran) -> str:
