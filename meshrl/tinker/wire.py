@@ -42,6 +42,8 @@ def fields(message: memoryview) -> Iterator[tuple[int, Value]]:
 
 def _varint(message: memoryview, place: int) -> tuple[int, int]:
     value = shift = 0
+    if place < len(message) and (first := message[place]) < 0x80:  # most of them are
+        return first, place + 1
     while place < len(message) and shift < 64:
         byte = message[place]
         place += 1
