@@ -61,6 +61,8 @@ class CallForm(NamedTuple):
 
         `keys`: the names of parameters.
         """
+        if (most := max(map(len, (name, *keys)))) > _LONGEST:
+            raise ValueError(f"a name of {name[:40]!r} or its parameters has {most} characters, more than {_LONGEST}")
         begin, end = (
             text.replace(NAME, name).replace(f":{COUNT}", f":{count}").replace(COUNT, f"{count:0{len(COUNT)}}")
             for text in (self.begin, self.end)
@@ -76,6 +78,8 @@ class CallForm(NamedTuple):
 NAME: Final = "meshrlname"
 COUNT: Final = "731852964"
 """Nine digits, as an id of Mistral's has."""
+_LONGEST: Final = 256
+"""Characters of a name."""
 
 
 def _found(pattern: str) -> re.Pattern[str]:
@@ -170,13 +174,13 @@ def _bars(name: str) -> str:
 
 _JSON: Final = r'(?P<json>(?:[^"]|"(?:[^"\\]|\\.)*+(?:"|\Z))*?)'
 """The shortest text before what follows, without ends in the midst of a quoted one."""
-_NAME: Final = r"(?P<name>[\w.:-]+)"
+_NAME: Final = r"(?P<name>[\w.:-]++)"
 FORMATS: Final[Sequence[Format]] = (
     Format(
         "Hermes, Qwen2.5, Qwen3",
         "</tool_call>",
         "<tool_call>",
-        _found(rf"<tool_call>\s*(?=\{{){_JSON}\s*</tool_call>"),
+        _found(rf"<tool_call>\s*(?=\{{){_JSON}(?<=\}})\s*</tool_call>"),
         _json,
     ),
     Format(
@@ -236,7 +240,7 @@ FORMATS: Final[Sequence[Format]] = (
         "Mistral, Tekken 11 and later",
         "[TOOL_CALLS]",
         "[TOOL_CALLS]",
-        _found(rf"\[TOOL_CALLS\](?P<name>\w[\w.-]*)\[ARGS\](?=\{{){_JSON}(?=\[TOOL_CALLS\]|\s*\Z)"),
+        _found(rf"\[TOOL_CALLS\](?P<name>\w[\w.-]*)\[ARGS\](?=\{{){_JSON}(?<=\}})(?=\s*(?:\[TOOL_CALLS\]|\Z))"),
         _named,
     ),
     Format("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _found(r"\[TOOL_CALLS\]\s*(?P<json>\[.*\])"), _json),

@@ -451,11 +451,14 @@ def test_two_calls_have_two_ids() -> None:
         (" to=functions.look<|message|>", "<|call|>"),
         ("<|channel|>analysis<|message|>", "<|end|>"),
         ("<parameter=", "<tool_call><function=look></function></tool_call>"),
+        (" ", "<tool_call>{"),
+        ("\n", "[TOOL_CALLS]look[ARGS]{"),
+        ("a", "</tool_call><tool_call>"),
     ],
 )
 def test_a_model_that_loops_costs_a_pass(opens: str, closes: str) -> None:
     many = opens * (200_000 // len(opens))
-    for text in (many + closes, closes + many):
+    for text in (many + closes, closes + many, f"{closes}{many}x</tool_call>"):
         message_of(text, TOOLS, lambda: "1")
 
 
@@ -549,6 +552,9 @@ def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
     assert Asked([], None, TOOLS).constraint(silent, "") is None
     with pytest.raises(DataError, match="which cannot be read: take names of letters"):
         asked("Kimi-K2", {"name": "two words"})
+    for long in ({"name": "f" * 257}, {"name": "f", "parameters": {"properties": {"a" * 257: {}}}}):
+        with pytest.raises(DataError, match="257 characters, more than 256"):
+            asked("GLM-4.6", long)
     for parameters, why in (
         ({"oneOf": []}, "one by one between tags.*oneOf"),
         ({"required": ["a"]}, "required parameters"),
