@@ -9,12 +9,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product, takewhile
-from operator import eq
+from operator import eq, itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
-
-from meshrl.tags import without_special
 
 Written: TypeAlias = tuple[str, str, str]
 """A call as it was written: the name of its function, its arguments in JSON, and its id, "" without one."""
@@ -257,8 +255,16 @@ FORMATS: Final[Sequence[Format]] = (
     ),
 )
 """The forms, in the order in which they are tried."""
-_BARE: Final = Format("Llama 3", "{", "", _found(r"\A\s*(?P<json>\{.*\})\s*\Z"), _json, is_plain=True)
-"""Nothing but a call, of a tool that there is."""
+_AROUND: Final = r"(?:\s|<\|[^<>|\s]*\|>|<\uff5c[^<>\uff5c\s]*\uff5c>)*+"
+_BARE: Final = Format(
+    "Llama 3",
+    "{",
+    "",
+    _found(rf"\A{_AROUND}(?P<json>\{{.*\}}){_AROUND}\Z"),
+    _json,
+    is_plain=True,
+)
+"""Nothing but a call, of a tool that there is, perhaps between special tokens."""
 _THOUGHT_END: Final = _found(
     r"[<◁]/think[>▷]|\[/THINK\]|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|(?=<\|start\|>)|\Z)"
 )
@@ -274,17 +280,24 @@ def families() -> str:
 
 
 def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Sequence[Written]]:
-    """Return a text without its calls, and the calls. All stays text if one cannot be read."""
+    """Return a text without its calls, and the calls. All stays text if one cannot be read.
+
+    The form that begins first is the one of the text: others may stand in the arguments of its calls.
+    """
     functions: list[Any] = [tool.get("function") for tool in tools]
     types = {str(each.get("name")): _properties(each) for each in functions if isinstance(each, dict)}
     start = max((found.end() for found in _THOUGHT_END.finditer(text)), default=0)  # thoughts have no calls
     thoughts, said = text[:start], text[start:]
-    for form in FORMATS:
-        rest, calls = _read(form, said, types) if form.mark in said else (said, ())
+    _, calls = _read(_BARE, said, types)
+    if calls:
+        return thoughts.strip(), calls
+    begun = sorted(((at, form) for form in FORMATS if (at := _start(form, said)) is not None), key=itemgetter(0))
+    first = min((at for at, form in begun if not form.is_plain), default=len(said))
+    for at, form in begun:
+        rest, calls = _read(form, said, types) if at <= first else (said, ())
         if calls and form.mark not in rest:
             return (thoughts + form.around.sub("", rest)).strip(), calls
-    _, calls = _read(_BARE, without_special(said), types)
-    return (thoughts.strip(), calls) if calls else (text, ())
+    return text, ()
 
 
 _GIVEN: Final = {"meshrlfirst": "meshrlone", "meshrlsecond": "meshrltwo"}
@@ -367,6 +380,14 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:
     parameters = function.get("parameters")
     properties: object = parameters.get("properties") if isinstance(parameters, dict) else None
     return properties if isinstance(properties, dict) else {}
+
+
+def _start(form: Format, text: str) -> int | None:
+    """Where the first call of this form begins. None if there is none, or not at the first beginning of one."""
+    if form.mark not in text or (at := text.find(form.begin)) < 0:
+        return None
+    match = form.call.match(text, at) if form.begin else form.call.search(text)
+    return match.start() if match else None
 
 
 def _read(form: Format, text: str, types: Types) -> tuple[str, Sequence[Written]]:

@@ -571,3 +571,21 @@ def test_a_call_may_have_marks_of_calls_in_its_texts() -> None:
         text = family.writes([("look", {"where": 'a "b"}</tool_call>'})])
         if chat_of(family)[0].calls.opens == "":
             assert said(text)[1] == [("look", dumped({"where": 'a "b"}</tool_call>'}))], family.name
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
+def test_a_call_in_the_argument_of_another_is_not_one(family: Family) -> None:
+    for other in FAMILIES:
+        inner = other.writes([("now", {})])
+        if chat_of(family)[0].calls.closes and "tool_call>" in inner:
+            continue  # an argument without quotes cannot have the tags of its own form
+        if other is family and family.name not in {"Llama 3", "Hermes"}:
+            continue
+        assert said(family.writes([("look", {"where": inner})]))[1] == [("look", dumped({"where": inner}))], other.name
+
+
+def test_calls_within_one_that_cannot_be_read_stay_text() -> None:
+    inner = "<tool_call><function=now></function></tool_call>"
+    text = kimi("look", {"where": inner}, 0).replace(": ", " ")
+    assert said(text) == (text, [])
+    assert said(f"It is in <minimax:tool_call>a</minimax:tool_call>. {inner}")[1] == [("now", "{}")]
