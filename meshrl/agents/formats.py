@@ -265,9 +265,15 @@ _BARE: Final = Format(
     is_plain=True,
 )
 """Nothing but a call, of a tool that there is, perhaps between special tokens."""
+_BARE_BEGIN: Final = _found(rf"{_AROUND}\{{")
 _THOUGHT_END: Final = _found(
     r"[<◁]/think[>▷]|\[/THINK\]|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|(?=<\|start\|>)|\Z)"
 )
+_MARKS: Final = _found(
+    rf"(?P<ends>{_THOUGHT_END.pattern})|(?P<opens>[<◁]think[>▷]|\[THINK\])"
+    rf"|{'|'.join(re.escape(begin) for begin in sorted({form.begin or form.mark for form in FORMATS}))}"
+)
+"""Ends of thoughts, what opens them, and beginnings of calls."""
 _CHANNEL: Final = _found(
     r"(?:<\|start\|>assistant)?<\|channel\|>(?P<name>\w+)<\|message\|>(?P<text>.*?)(?:<\|end\|>|\Z)"
 )
@@ -286,7 +292,7 @@ def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Seq
     """
     functions: list[Any] = [tool.get("function") for tool in tools]
     types = {str(each.get("name")): _properties(each) for each in functions if isinstance(each, dict)}
-    start = max((found.end() for found in _THOUGHT_END.finditer(text)), default=0)  # thoughts have no calls
+    start = _thoughts_end(text, types)
     thoughts, said = text[:start], text[start:]
     _, calls = _read(_BARE, said, types)
     if calls:
@@ -380,6 +386,50 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:
     parameters = function.get("parameters")
     properties: object = parameters.get("properties") if isinstance(parameters, dict) else None
     return properties if isinstance(properties, dict) else {}
+
+
+def _thoughts_end(text: str, types: Types) -> int:
+    """Where the thoughts of a text end, which have no calls. A call that can be read has no end of a thought in it.
+
+    After a call that cannot be read, every end counts, so that no text is read twice.
+    """
+    start = at = 0
+    is_open = False
+    while True:
+        if at == start and _BARE_BEGIN.match(text, at):
+            called = _read(_BARE, text[start:], types)[1]
+            return start if called else _last_end(text, start)
+        if (mark := _MARKS.search(text, at)) is None:
+            return start
+        at = mark.end()
+        if mark["ends"] is not None:
+            start, is_open = at, False
+        elif mark["opens"] is not None:
+            is_open = True
+        elif not is_open:
+            end = _call_end(text, mark.start(), types)
+            if end is None:
+                return _last_end(text, start)
+            at = end
+
+
+def _last_end(text: str, start: int) -> int:
+    return max((found.end() for found in _THOUGHT_END.finditer(text, start)), default=start)
+
+
+def _call_end(text: str, at: int, types: Types) -> int | None:
+    """Where the call ends that begins here. None if none can be read."""
+    for form in FORMATS:
+        match = form.call.match(text, at) if text.startswith(form.begin or form.mark, at) else None
+        if match is None:
+            continue
+        try:
+            calls = [*form.read(match, types)]
+        except (ValueError, RecursionError):
+            continue
+        if calls and not (form.is_plain and any(name not in types for name, _, _ in calls)):
+            return match.end()
+    return None
 
 
 def _start(form: Format, text: str) -> int | None:

@@ -454,6 +454,9 @@ def test_two_calls_have_two_ids() -> None:
         (" ", "<tool_call>{"),
         ("\n", "[TOOL_CALLS]look[ARGS]{"),
         ("a", "</tool_call><tool_call>"),
+        ("</think>{", HERMES),
+        ("</think><tool_call>{", HERMES),
+        (HERMES, "</think>"),
     ],
 )
 def test_a_model_that_loops_costs_a_pass(opens: str, closes: str) -> None:
@@ -589,3 +592,14 @@ def test_calls_within_one_that_cannot_be_read_stay_text() -> None:
     text = kimi("look", {"where": inner}, 0).replace(": ", " ")
     assert said(text) == (text, [])
     assert said(f"It is in <minimax:tool_call>a</minimax:tool_call>. {inner}")[1] == [("now", "{}")]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
+def test_an_argument_ends_no_thought(family: Family) -> None:
+    begin, close = "<think>maybe <tool_call>", "</think>"
+    for end in ("</think>", "[/THINK]", "◁/think▷", "<|channel|>analysis<|message|>"):
+        text = family.writes([("look", {"where": f"a {end} b"})])
+        for thought in ("", f"{begin}{close}", f"{HERMES}{close}", f"{begin}{HERMES}{close}"):
+            content, calls = said(thought + text)
+            assert calls == [("look", dumped({"where": f"a {end} b"}))], thought
+            assert content == thought
