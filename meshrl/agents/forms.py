@@ -1,7 +1,7 @@
 """The forms of an answer that a request may ask for: a JSON schema, an expression, choices, or a call of a tool."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -51,6 +51,8 @@ def _call(function: dict[str, Any], calls: CallForm, count: int, *, after_though
     name, parameters = function.get("name"), function.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise DataError(f"tools: `parameters` of {name!r} is no object: give a JSON schema of one")
+    if fault := next(_faults(parameters), None):
+        raise DataError(f"tools: the parameters of {name!r} are no JSON schema: {fault}")
     try:
         form = calls.named(str(name), count, tuple(parameters.get("properties") or ()))
     except ValueError as error:
@@ -61,48 +63,91 @@ def _call(function: dict[str, Any], calls: CallForm, count: int, *, after_though
     return Branch(parts=_tagged(str(name), parameters, form), begin=begin, end=form.end)
 
 
-_NOTES: Final = {"type", "title", "description", "default", "examples", "deprecated", "$comment"}
-"""Keys of a schema that hold no text to anything else."""
+def _faults(schema: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the fields of a schema that the forms read."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(required, list | None) or any(not isinstance(each, str) for each in required or ()):
+        yield "`required` is no list of names"
+    if not isinstance(properties, dict | None):
+        yield "`properties` is no object"
+        return
+    for key, each in (properties or {}).items():
+        if not isinstance(each, dict | bool):
+            yield f"`properties` has no schema for {key!r}"
+        for inner in [each, *_some(each)] if isinstance(each, dict) else ():
+            if isinstance(inner, dict) and not isinstance(inner.get("enum"), list | None):
+                yield f"`enum` of {key!r} is no list"
+
+
+def _some(schema: dict[str, Any]) -> list[Any]:
+    """The schemas of `anyOf`."""
+    many = schema.get("anyOf")
+    return many if isinstance(many, list) else []
+
+
+_JOINED: Final = {"$ref", "$dynamicRef", "allOf", "oneOf", "not", "if", "then", "else"}
+_OF_TEXTS: Final = _JOINED | {"pattern", "minLength", "maxLength", "format", "contentEncoding", "contentMediaType"}
+"""What a schema may say of a text and a form without quotes cannot hold."""
+_OF_ALL: Final = _JOINED | {
+    "anyOf",
+    "enum",
+    "const",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+}
+"""What a schema may say of all parameters together."""
 
 
 def _tagged(name: str, parameters: dict[str, Any], form: CallForm) -> tuple[Branch, ...]:
     """The parameters of a call one by one, each between tags."""
     own: dict[str, Any] = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     given, required = parameters.get("properties") or {}, parameters.get("required") or []
-    more = {*parameters} - {*own, *_NOTES, "properties", "required", "additionalProperties", "$schema"}
-    if more or not {*required} <= {*given} or parameters.get("type", "object") != "object":
+    more = {*parameters} & _OF_ALL
+    if more or not {*required} <= {*given} or parameters.get("type", "object") not in ("object", ["object"]):
         raise DataError(
             f"tools: the model writes the parameters of {name!r} one by one between tags, such as {form.opens!r}. No "
             f"call can be held to its schema's {', '.join(sorted(more)) or 'required parameters'}: give it properties "
             "alone"
         )
     return tuple(
-        _parameter(schema, own, key not in required, f"{form.opens}{key}{form.middle}", form)
+        _parameter(
+            schema,
+            own,
+            Branch(begin=f"{form.opens}{key}{form.middle}", end=form.closes, is_optional=key not in required),
+            form,
+            f"the parameter {key!r} of {name!r}",
+        )
         for key, schema in given.items()
     )
 
 
-def _parameter(schema: Any, own: dict[str, Any], is_optional: bool, begin: str, form: CallForm) -> Branch:
+def _parameter(schema: Any, own: dict[str, Any], part: Branch, form: CallForm, where: str) -> Branch:
     """A parameter between tags, a text without quotes where its schema says so."""
-    part = Branch(begin=begin, end=form.closes, is_optional=is_optional)
     if not is_text(schema):
         whole = {**schema, **own} if isinstance(schema, dict) else schema
         return replace(part, schema=whole)
-    choices, many = list[str](), schema.get("anyOf")
-    outer = {*schema} - {"anyOf"} if many else set[str]()
+    choices, many = list[str](), _some(schema)
+    outer = {*schema} & (_OF_TEXTS | {"enum", "const"}) if many else set[str]()
     for each in many or [schema]:
         kinds = each.get("type", "")
-        only = [each["const"]] if "const" in each else each.get("enum") or ([None] if kinds == "null" else [])
-        if more := (({*each} - {"const", "enum"}) | outer) - _NOTES:
+        only = [each["const"]] if "const" in each else each.get("enum", [None] if kinds == "null" else None)
+        if more := ({*each} & _OF_TEXTS) | outer:
             raise DataError(
-                f"tools: the model writes a text after {begin!r} without quotes, which cannot be held to "
+                f"tools: the model writes {where} without quotes, as a text that cannot be held to "
                 f"{', '.join(sorted(more))}: leave that out"
             )
-        if not only:
+        if only is None:
             closing = {"</think>", *re.findall("</[^<>]+>", form.closes + form.end)}
             return replace(part, without="|".join(map(re.escape, sorted(closing))))
         choices += [value for value in only if isinstance(value, str)]
         choices += ["null"] if None in only and "null" in kinds else []
+    if not choices:
+        raise DataError(f"tools: {where} is a text, and its `enum` or `const` has none: give it texts, or another type")
     return replace(part, choices=tuple(choices))
 
 

@@ -13,12 +13,16 @@ from transformers import AutoModelForCausalLM
 
 import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, check_constraint, conversations, read_chat
+from meshrl.agents.protocol import Asked
 from meshrl.data import Branch, Constraint, masked_spans
 from meshrl.errors import DataError
 from meshrl.roles import implementation
 from meshrl_megatron.roles import MegatronPolicy, MegatronReference
+from meshrl_torch.model.chat import HuggingFaceChat
 from meshrl_torch.model.loading import load
 from meshrl_torch.sample.sampler import TorchSampler
+from tests.agents.test_formats import FAMILIES, chat_of
+from tests.real_rows.shapes import Shape
 
 TEMPLATE = """
 {%- for each in messages -%}
@@ -208,3 +212,67 @@ async def test_rows_whose_masks_cannot_be_repeated_are_refused() -> None:
     ):
         with pytest.raises(Exception, match=why):
             await drawn(constraint, **sampling)
+
+
+def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
+    def asked(family: str, tool: Any) -> None:
+        chat, _ = chat_of(next(each for each in FAMILIES if each.name == family))
+        Asked([], None, [{"function": tool}], called=[tool["name"]]).constraint(chat, "")
+
+    plain = Shape("plain", "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}", "</s>")
+    silent = HuggingFaceChat(plain.words(plain.tokenizer()))
+    with pytest.raises(DataError, match="template writes a call of a tool in no form"):
+        Asked([], None, TOOLS, form=Branch({})).constraint(silent, "")
+    assert Asked([], None, TOOLS).constraint(silent, "") is None
+    with pytest.raises(DataError, match="which cannot be read: take names of letters"):
+        asked("Kimi-K2", {"name": "two words"})
+    for long in ({"name": "f" * 257}, {"name": "f", "parameters": {"properties": {"a" * 257: {}}}}):
+        with pytest.raises(DataError, match="257 characters, more than 256"):
+            asked("GLM-4.6", long)
+    for parameters, why in (
+        ({"oneOf": []}, "one by one between tags.*oneOf"),
+        ({"required": ["a"]}, "required parameters"),
+        ({"properties": {"<a": {}}}, "which cannot be read"),
+        (
+            {"properties": {"a": {"type": "string", "pattern": "b"}}},
+            "without quotes, as a text that cannot be held to pattern",
+        ),
+    ):
+        with pytest.raises(DataError, match=why):
+            asked("GLM-4.6", {"name": "f", "parameters": parameters})
+        asked("Hermes", {"name": "f", "parameters": parameters})
+
+
+def branch_of(family: str, parameters: Any) -> Branch:
+    chat, _ = chat_of(next(each for each in FAMILIES if each.name == family))
+    asked = Asked([], None, [{"function": {"name": "f", "parameters": parameters}}], called=["f"])
+    constraint = asked.constraint(chat, "")
+    assert constraint is not None
+    chat.check(constraint)
+    return constraint.branches[0]
+
+
+@pytest.mark.parametrize("family", ["Hermes", "GLM-4.6"])
+def test_a_schema_that_is_none_is_refused_with_its_tool_and_field(family: str) -> None:
+    for parameters, field in (
+        ({"properties": 5}, "properties"),
+        ({"properties": ["a"]}, "properties"),
+        ({"properties": {"a": 5}}, "properties"),
+        ({"required": 5}, "required"),
+        ({"required": True}, "required"),
+        ({"required": [{}]}, "required"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "enum"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "enum": 5}, {"type": "null"}]}}}, "enum"),
+    ):
+        with pytest.raises(DataError, match=f"'f' are no JSON schema: `{field}`"):
+            branch_of(family, parameters)
+
+
+def test_parameters_between_tags_may_have_keys_that_hold_nothing() -> None:
+    notes = {"title": "a", "readOnly": True, "x-own": 1, "$id": "a", "examples": [], "$comment": "", "default": "b"}
+    text = {"type": "string", "description": "a", "minimum": 1, **notes}
+    (part,) = branch_of("GLM-4.6", {"type": ["object"], "properties": {"a": text}, **notes}).parts or ()
+    assert part.without
+    for text in ({"type": "string", "enum": []}, {"type": "string", "enum": [1]}, {"type": "string", "const": 1}):
+        with pytest.raises(DataError, match="the parameter 'a' of 'f' is a text, and its `enum` or `const` has none"):
+            branch_of("GLM-4.6", {"properties": {"a": text}})

@@ -21,8 +21,7 @@ from meshrl.agents.chat import message_of
 from meshrl.agents.formats import calls_in
 from meshrl.agents.meaning import pieces_of
 from meshrl.agents.protocol import Asked
-from meshrl.data import Branch, Constraint
-from meshrl.errors import DataError
+from meshrl.data import Constraint
 from meshrl_torch.model.chat import HuggingFaceChat
 from meshrl_torch.model.masks import grammars_of
 from tests.real_rows.shapes import Shape
@@ -541,32 +540,6 @@ def test_a_required_call_is_one_in_the_form_of_the_template() -> None:
         special = [each for each in chat.encode(form.begin + form.end) if each in added]
         assert [each for each in ids if each in special] == special, (family.name, text)
         assert calls[0][2] == {"Kimi-K2": f"functions.{name}:3", "Mistral": "000000003"}.get(family.name, "")
-
-
-def test_a_call_that_cannot_be_held_to_a_form_is_refused() -> None:
-    def asked(family: str, tool: Any) -> None:
-        chat, _ = chat_of(next(each for each in FAMILIES if each.name == family))
-        Asked([], None, [{"function": tool}], called=[tool["name"]]).constraint(chat, "")
-
-    plain = Shape("plain", "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}", "</s>")
-    silent = HuggingFaceChat(plain.words(plain.tokenizer()))
-    with pytest.raises(DataError, match="template writes a call of a tool in no form"):
-        Asked([], None, TOOLS, form=Branch({})).constraint(silent, "")
-    assert Asked([], None, TOOLS).constraint(silent, "") is None
-    with pytest.raises(DataError, match="which cannot be read: take names of letters"):
-        asked("Kimi-K2", {"name": "two words"})
-    for long in ({"name": "f" * 257}, {"name": "f", "parameters": {"properties": {"a" * 257: {}}}}):
-        with pytest.raises(DataError, match="257 characters, more than 256"):
-            asked("GLM-4.6", long)
-    for parameters, why in (
-        ({"oneOf": []}, "one by one between tags.*oneOf"),
-        ({"required": ["a"]}, "required parameters"),
-        ({"properties": {"<a": {}}}, "which cannot be read"),
-        ({"properties": {"a": {"type": "string", "pattern": "b"}}}, "without quotes, which cannot be held to pattern"),
-    ):
-        with pytest.raises(DataError, match=why):
-            asked("GLM-4.6", {"name": "f", "parameters": parameters})
-        asked("Hermes", {"name": "f", "parameters": parameters})
 
 
 def test_a_call_may_have_marks_of_calls_in_its_texts() -> None:
