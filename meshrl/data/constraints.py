@@ -57,7 +57,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_plain(self) -> bool:
         """True if it is one schema, expression or list of choices, and nothing else."""
         first = self.branches[0]
-        return len(self.branches) == 1 and not (self.thought or first.begin or first.end)
+        is_one = len(self.branches) == 1 and first.without is None and first.parts is None
+        return is_one and not (self.thought or first.begin or first.end)
 
 
 def read_constraint(text: object, where: str) -> Constraint:
