@@ -3,23 +3,25 @@
 import json
 import re
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import meshrl as rl
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, check_constraint, conversations, read_chat
 from meshrl.agents.protocol import Asked
 from meshrl.data import Branch, Constraint, masked_spans
-from meshrl.errors import DataError
+from meshrl.errors import BackendError, DataError
 from meshrl.roles import implementation
 from meshrl_megatron.roles import MegatronPolicy, MegatronReference
-from meshrl_torch.model.chat import HuggingFaceChat
+from meshrl_torch.model.chat import HuggingFaceChat, words_of
 from meshrl_torch.model.loading import load
+from meshrl_torch.model.masks import plain_lark
 from meshrl_torch.sample.sampler import TorchSampler
 from tests.agents.test_formats import FAMILIES, chat_of
 from tests.real_rows.shapes import Shape
@@ -276,3 +278,21 @@ def test_parameters_between_tags_may_have_keys_that_hold_nothing() -> None:
     for text in ({"type": "string", "enum": []}, {"type": "string", "enum": [1]}, {"type": "string", "const": 1}):
         with pytest.raises(DataError, match="the parameter 'a' of 'f' is a text, and its `enum` or `const` has none"):
             branch_of("GLM-4.6", {"properties": {"a": text}})
+
+
+def test_only_a_schema_an_expression_and_choices_are_plain() -> None:
+    for branch in (Branch({}), Branch(regex="a"), Branch(choices=("a",))):
+        assert Constraint((branch,)).is_plain
+    serving = read_chat(SAMPLER.model_copy(update={"backend": "http"}))
+    for branch in (Branch(without="a"), Branch(without=""), Branch(parts=(Branch({}),)), Branch({}, begin="a")):
+        assert not Constraint((branch,)).is_plain
+        with pytest.raises(DataError, match="without calls of tools"):
+            check_constraint(serving, Constraint((branch,)))
+
+
+def test_a_schema_alone_needs_no_tokenizer_that_llguidance_reads() -> None:
+    words = words_of(SAMPLER)
+    slow = replace(words, tokenizer=PreTrainedTokenizerBase())
+    assert plain_lark(slow, Constraint((Branch(SCHEMA),))) == plain_lark(words, Constraint((Branch(SCHEMA),)))
+    with pytest.raises(BackendError, match="is not a fast tokenizer"):
+        plain_lark(slow, Constraint((Branch(SCHEMA, begin="a"),)))

@@ -231,7 +231,8 @@ class Grammars:
 def plain_lark(words: Words, constraint: Constraint) -> str:
     """The grammar of a constraint for engines that take no special tokens in one. DataError if it has any."""
     rule = lark_of(constraint, {})
-    if rule != lark_of(constraint, grammars_of(words).special):
+    has_texts = constraint.thought or any(each.begin or each.end or each.parts for each in constraint.branches)
+    if has_texts and rule != lark_of(constraint, grammars_of(words).special):
         raise DataError(
             f"{constraint.text[:200]}: it has a special token of this model, which the sampler's engine takes in no "
             'grammar: use sampler.backend = "torch"'
