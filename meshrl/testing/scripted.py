@@ -20,7 +20,7 @@ class ScriptedChat:
     ends: frozenset[int] = frozenset({0})
     max_tokens = native_tokens = 1 << 20
     backends: tuple[str, str] = ("fake", "")
-    calls = CallForm(f'{{"name": "{NAME}", "arguments": ', "}")
+    calls: CallForm = CallForm(f'{{"name": "{NAME}", "arguments": ', "}")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render the lines, and `assistant: `. A turn's end precedes each line except the first."""
