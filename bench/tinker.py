@@ -32,7 +32,7 @@ from meshrl.tinker import ServedConfig, serving
 from meshrl.tinker.models import tables_of
 from meshrl.tinker.requests import pass_of_wire
 from meshrl.tinker.rows import batch_of, loss_of
-from meshrl.tinker.wire import packed
+from meshrl.tinker.wire import message
 
 ROWS: Final = 64
 TOKENS: Final = 16
@@ -150,16 +150,16 @@ class Client:
 def body(model: str, number: int, rows: int, tokens: int) -> bytes:
     """Make a pass in the form of the SDK."""
     random = np.random.default_rng(number)
-    message = packed(1, model) + packed(2, number) + packed(4, "cross_entropy")
+    data = []
     for _ in range(rows):
         ids = random.integers(3, 50, tokens + 1)
-        targets = packed(1, ids[1:].astype(np.int64).tobytes()) + packed(3, 2) + packed(4, tokens)
-        weights = packed(1, np.ones(tokens, np.float32).tobytes()) + packed(3, 1) + packed(4, tokens)
-        tensors = {"target_tokens": targets, "weights": weights}
-        row = packed(1, packed(1, packed(1, ids[:-1].astype(np.int32).tobytes())))
-        row += b"".join(packed(2, packed(1, name) + packed(2, tensor)) for name, tensor in tensors.items())
-        message += packed(3, row)
-    return message
+        text = message("Text", tokens=ids[:-1].astype(np.int32).tobytes())
+        targets = message("Tensor", dense=ids[1:].astype(np.int64).tobytes(), dtype=2, shape=[tokens])
+        weights = message("Tensor", dense=np.ones(tokens, np.float32).tobytes(), dtype=1, shape=[tokens])
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(message("Datum", model_input=[message("Chunk", encoded_text=text)], loss_fn_inputs=inputs))
+    made = message("Pass", model_id=model, seq_id=number, data=data, loss_fn="cross_entropy")
+    return bytes(made.SerializeToString())
 
 
 async def measured(client: Worker, rounds: int) -> list[Figure]:

@@ -23,8 +23,10 @@ Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Metadata: TypeAlias = dict[str, object]
 SPACE: Final = 64 << 20
 """Bytes that the sparse tensors of a body may have once they are whole, unless its reader says how many."""
-_TYPES: Final[Mapping[int, str]] = {1: "float32", 2: "int64", 3: "int32"}
-"""Names of dtypes by their number in the wire format."""
+_TYPES: Final[Mapping[int, str]] = {0: "float32", 1: "float32", 2: "int64", 3: "int32"}
+"""Names of dtypes by their number in the wire format. 0: it was left out."""
+_MOST: Final = 1 << 31
+"""Counts are below this."""
 
 
 class Space:
@@ -73,6 +75,15 @@ class Tensor(msgspec.Struct, frozen=True):
         except (OverflowError, TypeError, ValueError) as error:
             raise DataError(f"a tensor {dtype} cannot have these values: {error}") from error
         return cls(data, kind, tuple(shape) if shape is not None else (len(values),))
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Array:
+    """Return the values of one-dimensional tensors, one after the other. DataError as `Tensor.array`."""
+    first = tensors[0].dtype
+    size = np.dtype(first).itemsize
+    if all(each.dtype == first and len(each.data) == size * each.shape[0] for each in tensors):
+        return np.frombuffer(b"".join([each.data for each in tensors]), first)
+    return np.concatenate([each.array for each in tensors])
 
 
 class Datum(msgspec.Struct, frozen=True):
@@ -336,90 +347,41 @@ def pass_of_json(body: bytes, most: int = SPACE) -> Pass:
 
 def pass_of_wire(body: bytes, most: int = SPACE) -> Pass:
     """Read a `Pass` from protocol buffers. `most`: bytes that its sparse tensors may have once they are whole."""
-    space = Space(most)
-    model, seq, loss, backward = "", 0, "", True
-    config: dict[str, float | str] = {}
-    data: list[Datum] = []
-    for number, value in wire.fields(memoryview(body)):
-        if number == 1:
-            model = wire.text(value)
-        elif number == 2:
-            seq = _count(value)
-        elif number == 3:
-            data.append(_datum(wire.contents(value), space))
-        elif number == 4:
-            loss = wire.text(value)
-        elif number == 5:
-            key, number_of = _entry(value)
-            config.setdefault(key, wire.number(number_of))
-        elif number == 6:
-            backward = not value
-        elif number == 7:
-            key, inner = _entry(value)
-            for kind, setting in wire.fields(wire.contents(inner)):
-                config[key] = wire.text(setting) if kind == 2 else wire.number(setting)
-    return Pass(model, seq, loss, config, data, backward)
+    space, read = Space(most), wire.pass_of(body)
+    config: dict[str, float | str] = dict(read.loss_fn_config)
+    config |= {name: setting.text or setting.number for name, setting in read.loss_fn_config_v2.items()}
+    data = [_datum(each, space) for each in read.data]
+    return Pass(read.model_id, _count(read.seq_id), read.loss_fn, config, data, not read.forward_only)
 
 
 def number_of(body: bytes) -> tuple[str, int] | None:
     """Return the model and the number of a `Pass` of whose protocol buffer only the beginning is there. None if not."""
-    model, seq = "", None
-    try:
-        for number, value in wire.fields(memoryview(body)):
-            if number == 1:
-                model = wire.text(value)
-            elif number == 2:
-                seq = _count(value)
-    except DataError:
-        pass
-    return (model, seq) if model and seq is not None else None
+    head = wire.head_of(body)
+    return head if head is not None and 0 <= head[1] < _MOST else None
 
 
-def _datum(message: memoryview, space: Space) -> Datum:
-    tokens: list[bytes] = []
-    inputs: dict[str, Tensor] = {}
-    for number, value in wire.fields(message):
-        if number == 1:
-            for kind, chunk in wire.fields(wire.contents(value)):
-                if kind != 1:
-                    raise DataError("a piece of the input is no text: this server reads text alone")
-                tokens += [bytes(wire.contents(ids)) for _, ids in wire.fields(wire.contents(chunk))]
-        elif number == 2:
-            name, tensor = _entry(value)
-            inputs[name] = _tensor(wire.contents(tensor), space)
-    return Datum(b"".join(tokens), {name: inputs[name] for name in sorted(inputs)})
+def _datum(read: wire.Datum, space: Space) -> Datum:
+    pieces = read.model_input
+    if not all(piece.HasField("encoded_text") for piece in pieces):
+        raise DataError("a piece of the input is no text: this server reads text alone")
+    tokens = b"".join([piece.encoded_text.tokens for piece in pieces])
+    return Datum(tokens, {name: _tensor(tensor, space) for name, tensor in sorted(read.loss_fn_inputs.items())})
 
 
-def _entry(value: wire.Value) -> tuple[str, wire.Value]:
-    """Return the key and the value of an entry of a map."""
-    pair = dict(wire.fields(wire.contents(value)))
-    return wire.text(pair.get(1, memoryview(b""))), pair.get(2, memoryview(b""))
-
-
-def _tensor(message: memoryview, space: Space) -> Tensor:
-    dtype, data = "float32", b""
-    shape: list[int] = []
-    sparse: memoryview | None = None
-    for number, value in wire.fields(message):
-        if number == 1:
-            data = bytes(wire.contents(value))
-        elif number == 2:
-            sparse = wire.contents(value)
-        elif number == 3:
-            if value not in _TYPES:
-                raise DataError(f"a tensor has the dtype number {value!r}: send float32 or int64")
-            dtype = _TYPES[int(value)]
-        elif number == 4:
-            shape += [_count(each) for each in wire.integers(value)]
+def _tensor(read: wire.Tensor, space: Space) -> Tensor:
+    number, data = read.dtype, read.dense
+    if number not in _TYPES:
+        raise DataError(f"a tensor has the dtype number {number!r}: send float32 or int64")
+    dtype = _TYPES[number]
     kind: Literal["float32", "int64"] = "float32" if dtype == "float32" else "int64"
-    if sparse is not None:
-        parts = dict(wire.fields(sparse))
-        values, *indices = (bytes(wire.contents(parts.get(each, memoryview(b"")))) for each in (1, 2, 3))
-        rows, columns = (_values(each, "int64") for each in indices)
-        return _dense(_values(values, dtype), rows, columns, shape, space)
+    shape = tuple(map(_count, read.shape[:]))
+    if not data and read.HasField("sparse_csr"):
+        sparse = read.sparse_csr
+        rows, columns = (_values(each, "int64") for each in (sparse.crow_indices, sparse.col_indices))
+        return _dense(_values(sparse.values, dtype), rows, columns, shape, space)
     if dtype == "int32":
         data = _values(data, "int32").astype(np.int64).tobytes()
-    return Tensor(data, kind, tuple(shape) if shape else (len(data) // np.dtype(kind).itemsize,))
+    return Tensor(data, kind, shape or (len(data) // np.dtype(kind).itemsize,))
 
 
 def _values(data: bytes, dtype: str) -> Array:
@@ -445,7 +407,7 @@ def _dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], spa
     return Tensor(whole.tobytes(), kind, tuple(int(each) for each in shape))
 
 
-def _count(value: wire.Value) -> int:
-    if isinstance(value, memoryview | float) or not 0 <= value < 2**31:
-        raise DataError(f"a number of a request is {value!r}: send one from 0 to 2147483647")
+def _count(value: int) -> int:
+    if not 0 <= value < _MOST:
+        raise DataError(f"a number of a request is {value}: send one from 0 to {_MOST - 1}")
     return value

@@ -4,9 +4,10 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from google.protobuf.message import Message
 
 from meshrl.remote import MSGPACK, Made
-from meshrl.tinker.wire import packed
+from meshrl.tinker.wire import message
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
@@ -53,9 +54,9 @@ class TopK(msgspec.Struct, frozen=True):
         """The number of places."""
         return len(self.ids) // (4 * self.k)
 
-    def wire(self) -> bytes:
+    def wire(self) -> Message:
         """Return the protocol buffer."""
-        return packed(1, self.ids) + packed(2, self.logprobs) + packed(3, self.k) + packed(4, self.places)
+        return message("TopK", token_ids=self.ids, logprobs=self.logprobs, k=self.k, length=self.places)
 
     def rows(self) -> list[list[tuple[int, float]] | None]:
         """Return pairs of token and log-prob for each place, None where there is none."""
@@ -109,33 +110,39 @@ def reply(result: Result, *, binary: bool) -> tuple[bytes, str]:
         return msgspec.msgpack.encode(result), MSGPACK
     if not binary:
         return msgspec.json.encode(_json_of(result)), JSON
-    return (_pass_wire(result) if isinstance(result, Passed) else _sample_wire(result)), PROTOBUF
+    made = _pass_wire(result) if isinstance(result, Passed) else _sample_wire(result)
+    return bytes(made.SerializeToString()), PROTOBUF
 
 
-def _pass_wire(result: Passed) -> bytes:
+def _pass_wire(result: Passed) -> Message:
     ends = np.cumsum([0, *result.lengths], dtype=np.int64) * 4
-    tensor = packed(1, result.logprobs) + packed(2, ends.tobytes()) + packed(3, _FLOAT32)
-    record = packed(1, "ArrayRecord") + packed(2, packed(1, "logprobs") + packed(2, tensor))
-    record += packed(3, len(result.lengths))
-    metrics = b"".join(packed(3, packed(1, name) + packed(2, float(each))) for name, each in result.metrics.items())
-    return packed(1, "ArrayRecord") + packed(2, record) + metrics
+    rows = message("Rows", data=result.logprobs, offsets=ends.tobytes(), dtype=_FLOAT32)
+    record = message("Record", type_tag="ArrayRecord", fields={"logprobs": rows}, num_datums=len(result.lengths))
+    return message("Passed", loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=result.metrics)
 
 
-def _sample_wire(result: Sampled) -> bytes:
-    pieces: list[bytes] = []
-    for each in result.sequences:
-        body = b"" if each.stopped else packed(1, _LENGTH)
-        body += packed(2, each.tokens) + packed(3, each.logprobs)
-        pieces.append(packed(1, body + (packed(4, each.topk.wire()) if each.topk else b"")))
-    if result.prompt_logprobs is not None:
-        pieces.append(packed(2, result.prompt_logprobs))
-    if result.topk_prompt:
-        pieces.append(packed(3, result.topk_prompt.wire()))
+def _sample_wire(result: Sampled) -> Message:
+    drawn = [
+        message(
+            "Drawn",
+            stop_reason=None if each.stopped else _LENGTH,
+            tokens=each.tokens,
+            logprobs=each.logprobs,
+            topk_sampled_logprobs=each.topk and each.topk.wire(),
+        )
+        for each in result.sequences
+    ]
+    targets: Message | None = None
     if result.targets is not None:
         shape = (len(result.targets) // (4 * result.columns), result.columns)
-        sizes = b"".join(packed(4, each) for each in shape)
-        pieces.append(packed(5, packed(1, result.targets) + packed(3, _FLOAT32) + sizes))
-    return b"".join(pieces)
+        targets = message("Tensor", dense=result.targets, dtype=_FLOAT32, shape=shape)
+    return message(
+        "Sampled",
+        sequences=drawn,
+        prompt_logprobs=result.prompt_logprobs,
+        topk_prompt_logprobs=result.topk_prompt and result.topk_prompt.wire(),
+        target_prompt_logprobs=targets,
+    )
 
 
 def _json_of(result: Passed | Sampled) -> dict[str, object]:

@@ -4,7 +4,7 @@ A client's row has a target for each token that the model reads. A batch's token
 a row of the batch begins with the row's tokens and ends with its last target, and `targets` has the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from meshrl.algo import CispoSum, ClippedSum, DroLoss, GspoSum, ImportanceLoss, 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, did_you_mean
 from meshrl.remote import Call
-from meshrl.tinker.requests import Datum, Pass, Request
+from meshrl.tinker.requests import Pass, Request, Tensor, concatenated
 from meshrl.tinker.results import Passed
 
 
@@ -75,76 +75,91 @@ def batch_of(request: Pass) -> Batch:
 
     DataError names the first row that does not fit.
     """
-    columns = _kind(request.loss).columns
     if not request.data:
         raise DataError("the request has no rows: send at least one datum")
-    tokens: list[NDArray[np.int32]] = []
-    targets: list[NDArray[np.int32]] = []
-    read: dict[str, list[NDArray[np.float32]]] = {name: [] for name in columns.values()}
-    for place, datum in enumerate(request.data):
-        where = f"datum {place}"
-        ids, target = datum.ids, _targets(datum, where)
-        tokens += [ids, target[-1:]]
-        targets += [ids[:1], target]
-        given = _tensors(request.loss, datum, len(ids), where)
-        for name, values in given.items():
-            read[columns[name]] += [_NOTHING, values]
-    lengths = np.array([len(datum.ids) + 1 for datum in request.data])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    mask = np.ones(offsets[-1], np.bool_)
-    mask[offsets[:-1]] = False
-    ragged = {name: Ragged(np.concatenate(values), offsets) for name, values in read.items()}
+    kind = _kind(request.loss)
+    columns, names = kind.columns, _tensors(request)
+    counts = np.array([_checked(request, names, place) for place in range(len(request.data))])
+    offsets = np.concatenate([[0], np.cumsum(counts + 1)])
+    predicted = np.ones(offsets[-1], np.bool_)
+    predicted[offsets[:-1]] = False
+    read = np.ones(offsets[-1], np.bool_)
+    read[offsets[1:] - 1] = False
+    target = concatenated([datum.inputs[_TARGETS] for datum in request.data])
+    _check(np.abs(target) < 2**31, counts, f"{_TARGETS} are no token ids of int64")
+    tokens, targets = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
+    tokens[read] = targets[read] = np.frombuffer(b"".join([datum.tokens for datum in request.data]), np.int32)
+    tokens[~read] = target[np.cumsum(counts) - 1]
+    targets[predicted] = target
+    ragged: dict[str, Ragged] = {}
+    for name, values in _floats(request, names, counts).items():
+        whole = np.zeros(offsets[-1], np.float32)
+        whole[predicted] = values
+        ragged[columns[name]] = Ragged(whole, offsets)
     return Batch.of(
-        tokens=Ragged(np.concatenate(tokens), offsets),
-        targets=Ragged(np.concatenate(targets), offsets),
-        loss_mask=Ragged(mask, offsets),
+        tokens=Ragged(tokens, offsets),
+        targets=Ragged(targets, offsets),
+        loss_mask=Ragged(predicted, offsets),
         **ragged,
     )
 
 
-_NOTHING: Final = np.zeros(1, np.float32)
-"""The value of a row's first token, which nothing predicts."""
+def _tensors(request: Pass) -> Sequence[str]:
+    """Return the tensors that are read beside the targets: those of the loss, and weights of its advantages."""
+    needed = _kind(request.loss).columns
+    weighed = _WEIGHTS not in needed and request.loss != "dro" and any(_WEIGHTS in each.inputs for each in request.data)
+    return (*needed, _WEIGHTS) if weighed else tuple(needed)
 
 
-def _targets(datum: Datum, where: str) -> NDArray[np.int32]:
-    if _TARGETS not in datum.inputs:
+def _checked(request: Pass, names: Sequence[str], place: int) -> int:
+    """Return the number of tokens that the model reads of a row. DataError if a tensor does not fit."""
+    datum, needed = request.data[place], _kind(request.loss).columns
+    where, count, target = f"datum {place}", len(datum.ids), datum.inputs.get(_TARGETS)
+    if target is None:
         raise DataError(f"{where} has no {_TARGETS}: give the token that each position has to predict")
-    values = datum.inputs[_TARGETS].array
-    if values.ndim != 1:
-        raise DataError(f"{where}: {_TARGETS} has the shape {list(values.shape)}: this server takes one for a position")
-    if len(values) != len(datum.ids) or not len(values):
-        raise DataError(f"{where}: {len(values)} {_TARGETS} for {len(datum.ids)} tokens: give one for each token")
-    if values.dtype.kind != "i" or not (np.abs(values) < 2**31).all():
+    if len(target.shape) != 1:
+        raise DataError(f"{where}: {_TARGETS} has the shape {list(target.shape)}: this server takes one for a position")
+    if target.shape[0] != count or not count:
+        raise DataError(f"{where}: {target.shape[0]} {_TARGETS} for {count} tokens: give one for each token")
+    if target.dtype == "float32":
         raise DataError(f"{where}: {_TARGETS} are no token ids of int64")
-    return values.astype(np.int32)
-
-
-def _tensors(loss: str, datum: Datum, tokens: int, where: str) -> dict[str, NDArray[np.float32]]:
-    """Return the tensors that the loss reads. `weights`, if a loss of ratios has them, weigh the advantages."""
-    columns = _kind(loss).columns
-    known = {_TARGETS, *columns, *((_WEIGHTS,) if loss != "dro" else ())}
-    if unknown := sorted(datum.inputs.keys() - known):
-        raise DataError(f"{where}: the loss {loss} reads no {unknown[0]!r}: it reads {', '.join(sorted(known))}")
-    given: dict[str, NDArray[np.float32]] = {}
     for name, tensor in datum.inputs.items():
-        if name == _TARGETS:
-            continue
-        values = tensor.array
-        if values.shape != (tokens,):
+        if name != _TARGETS and name not in names:
+            reads = ", ".join(sorted((_TARGETS, *names)))
+            raise DataError(f"{where}: the loss {request.loss} reads no {name!r}: it reads {reads}")
+        if tensor.shape != target.shape:
             raise DataError(
-                f"{where}: {name} has the shape {list(values.shape)} for {tokens} tokens: give one number for each"
+                f"{where}: {name} has the shape {list(tensor.shape)} for {count} tokens: give one number for each"
             )
-        given[name] = values.astype(np.float32)
-        if not np.isfinite(given[name]).all():
-            raise DataError(f"{where}: {name} has numbers that are not finite: leave the row out")
-    if missing := sorted(columns.keys() - given.keys()):
-        raise DataError(f"{where} has no {missing[0]}: the loss {loss} reads {', '.join(columns)}")
-    if _WEIGHTS not in columns and _WEIGHTS in given:
+    if missing := sorted(needed.keys() - datum.inputs.keys()):
+        raise DataError(f"{where} has no {missing[0]}: the loss {request.loss} reads {', '.join(needed)}")
+    return count
+
+
+def _floats(request: Pass, names: Sequence[str], counts: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+    """Return the tensors that the loss reads, of all rows, float32[tokens]. Weights of a loss of ratios are applied."""
+    given: dict[str, NDArray[np.float32]] = {}
+    for name in names:
+        rows = [each.inputs.get(name) or _ones(count) for each, count in zip(request.data, counts, strict=True)]
+        given[name] = concatenated(rows).astype(np.float32)
+        _check(np.isfinite(given[name]), counts, f"{name} has numbers that are not finite: leave the row out")
+    if _WEIGHTS not in _kind(request.loss).columns and _WEIGHTS in given:
         weights = given.pop(_WEIGHTS)
-        if (weights < 0).any():
-            raise DataError(f"{where}: weights of the loss {loss} must not be negative")
+        _check(weights >= 0, counts, f"weights of the loss {request.loss} must not be negative")
         given["advantages"] = given["advantages"] * weights
     return given
+
+
+def _ones(count: int) -> Tensor:
+    """Return the weights of a row that has none."""
+    return Tensor(np.ones(count, np.float32).tobytes(), "float32", (count,))
+
+
+def _check(fits: NDArray[np.bool_], counts: NDArray[np.int64], what: str) -> None:
+    """DataError with the first row that has a value which does not fit. `fits`: bool[tokens of all rows]."""
+    if not fits.all():
+        row = int(np.searchsorted(np.cumsum(counts), int(fits.argmin()), "right"))
+        raise DataError(f"datum {row}: {what}")
 
 
 def passed(batch: Batch, logprobs: Ragged, losses: NDArray[np.float32] | NDArray[np.float64]) -> Passed:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from tinker.proto.tinker_public_pb2 import DTYPE_BFLOAT16, DTYPE_INT64, ForwardBackwardRequest, Tensor
 
 from meshrl.errors import DataError
 from meshrl.tinker.requests import pass_of_wire
-from meshrl.tinker.wire import packed
 from tests.tinker.test_sdk import post
 
 CHUNKS = {"chunks": [{"tokens": [1, 5, 3]}]}
@@ -30,39 +30,44 @@ def test_a_request_for_too_many_samples_is_refused(url: str) -> None:
     assert (status, "<= 1024" in told["error"]) == (400, True)
 
 
-def field(model: bytes = b"m", number: int = 1, **tensor: bytes) -> bytes:
-    """A pass with one row, of which a tensor has these fields."""
-    inner = b"".join(tensor.values())
-    row = packed(2, packed(1, "weights") + packed(2, inner))
-    return packed(1, model) + packed(2, number) + packed(3, row)
+def made(*tensors: Tensor) -> bytes:
+    """A pass with a row for each of these tensors."""
+    request = ForwardBackwardRequest(model_id="m", seq_id=1)
+    for tensor in tensors:
+        request.data.add().loss_fn_inputs["weights"].CopyFrom(tensor)
+    return bytes(request.SerializeToString())
 
 
-def sparse(rows: list[int], columns: list[int], width: int) -> bytes:
-    parts = packed(1, np.ones(len(columns), np.float32).tobytes())
-    parts += packed(2, np.array(rows).tobytes()) + packed(3, np.array(columns).tobytes())
-    return packed(2, parts) + packed(4, len(rows) - 1) + packed(4, width)
+def sparse(rows: list[int], columns: list[int], width: int) -> Tensor:
+    tensor = Tensor(shape=[len(rows) - 1, width])
+    tensor.sparse_csr.values = np.ones(len(columns), np.float32).tobytes()
+    tensor.sparse_csr.crow_indices = np.array(rows).tobytes()
+    tensor.sparse_csr.col_indices = np.array(columns).tobytes()
+    return tensor
 
 
 def test_a_sparse_tensor_has_no_more_bytes_than_a_body_may() -> None:
-    found = pass_of_wire(field(sparse=sparse([0, 1, 3], [2, 0, 1], 3))).data[0].inputs["weights"]
+    found = pass_of_wire(made(sparse([0, 1, 3], [2, 0, 1], 3))).data[0].inputs["weights"]
     assert found.array.tolist() == [[0, 0, 1], [1, 1, 0]]
     for width in (1 << 26, 1 << 30):
         with pytest.raises(DataError, match="once it is whole"):
-            pass_of_wire(field(sparse=sparse([0, 0], [], width)))
-    two = packed(3, packed(2, packed(1, "weights") + packed(2, sparse([0, 0], [], 1 << 23))))
+            pass_of_wire(made(sparse([0, 0], [], width)))
     with pytest.raises(DataError, match="0 of 67108864 are left"):
-        pass_of_wire(two * 3)
+        pass_of_wire(made(*[sparse([0, 0], [], 1 << 23)] * 3))
 
 
-def test_a_tensor_that_cannot_be_kept_is_refused() -> None:
+def test_a_pass_that_cannot_be_kept_is_refused() -> None:
+    torn = Tensor(shape=[1])
+    torn.sparse_csr.crow_indices = b"abc"
     cases = {
-        "2147483648": packed(4, 1 << 31),
-        "where an integer belongs": packed(4, 1.5),
-        "no whole number of int64": packed(2, packed(2, b"abc")) + packed(4, 1),
+        "2147483648": made(Tensor(shape=[1 << 31])),
+        "no whole number of int64": made(torn),
+        "dtype number 4": made(Tensor(dtype=DTYPE_BFLOAT16)),
+        "not a whole protocol buffer": made(Tensor(shape=[1], dtype=DTYPE_INT64))[:-1],
     }
-    for said, tensor in cases.items():
+    for said, body in cases.items():
         with pytest.raises(DataError, match=said):
-            pass_of_wire(field(tensor=tensor))
+            pass_of_wire(body)
 
 
 def test_a_compressed_body_is_one_whole_frame(url: str) -> None:
