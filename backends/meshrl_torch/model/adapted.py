@@ -5,6 +5,7 @@ The adapters' matrices are no parameters of the network, so they are the same on
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -26,6 +27,56 @@ TP: Final = "tp"
 """The axis along which matrices are split."""
 
 
+class Blocks(NamedTuple):
+    """The tokens of several adapters in blocks of one size, each of one adapter, which one product multiplies."""
+
+    number: int
+    size: int
+    order: Tensor | None
+    """The numbers of the tokens, those of the first adapter first, int64[tokens]. None: all in their order."""
+    cells: Tensor | None
+    """Their places in the blocks, int64[tokens]. None: they fill them."""
+    owners: Tensor | None
+    """The adapter of each block, int64[blocks]. None: each has one."""
+
+    @classmethod
+    def of(cls, places: Sequence[NDArray[np.int64]], tokens: int, device: torch.device) -> "Blocks":
+        """Divide tokens into blocks. `places`: the numbers of each adapter's tokens, of all `tokens`.
+
+        The size is the mean number of an adapter's tokens, so that half of the cells are filled or more.
+        """
+        counts, order = np.array([len(own) for own in places]), np.concatenate(places)
+        size = -(-len(order) // len(counts))
+        blocks = -(-counts // size)
+        number, starts = int(blocks.sum()), size * (np.cumsum(blocks) - blocks)
+        cells = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+        owners = np.arange(len(counts)).repeat(blocks)
+        return cls(
+            number,
+            size,
+            None if np.array_equal(order, np.arange(tokens)) else moved(torch.from_numpy(order), device),
+            None if len(cells) == number * size else moved(torch.from_numpy(cells), device),
+            None if number == len(counts) else moved(torch.from_numpy(owners), device),
+        )
+
+    def gather(self, states: Tensor) -> Tensor:
+        """Return [blocks, size, in] of [tokens, in]. Cells without a token are zeros."""
+        own = states if self.order is None else states.index_select(0, self.order)
+        if self.cells is not None:
+            own = own.new_zeros(self.number * self.size, own.shape[1]).index_copy(0, self.cells, own)
+        return own.view(self.number, self.size, -1)
+
+    def add(self, result: Tensor, change: Tensor) -> Tensor:
+        """Add [blocks, size, out] to the rows of [tokens, out]."""
+        change = change.flatten(0, 1)
+        if self.cells is not None:
+            change = change.index_select(0, self.cells)
+        if self.order is None:
+            return (result + change).to(result.dtype)
+        changed = (result.index_select(0, self.order) + change).to(result.dtype)
+        return result.index_copy(0, self.order, changed)
+
+
 class Reading(NamedTuple):
     """Which adapter reads each token. Tokens of no adapter are read by the base alone."""
 
@@ -33,6 +84,8 @@ class Reading(NamedTuple):
     """The adapters by name, each with the numbers of its tokens, int64[tokens]. None: all are its own."""
     tokens: int = 0
     """Number of all tokens, if adapters share them."""
+    blocks: Blocks | None = None
+    """The same numbers in blocks, if adapters share the tokens."""
 
 
 class Pair(NamedTuple):
@@ -89,8 +142,10 @@ def reading(tokens: Names, device: torch.device) -> Reading:
     names, numbers = np.unique(tokens, return_inverse=True)
     if len(names) == 1:
         return Reading([(str(name), None) for name in names if name != BASE])
-    places = [moved(torch.from_numpy(np.flatnonzero(numbers == number)), device) for number in range(len(names))]
-    return Reading([(str(name), own) for name, own in zip(names, places, strict=True) if name != BASE], len(tokens))
+    found = [(np.flatnonzero(numbers == number), str(name)) for number, name in enumerate(names) if name != BASE]
+    own = {name: places for places, name in sorted(found, key=lambda each: int(each[0][0]))}
+    parts = [(name, moved(torch.from_numpy(places), device)) for name, places in own.items()]
+    return Reading(parts, len(tokens), Blocks.of([*own.values()], len(tokens), device))
 
 
 @dataclass
@@ -165,43 +220,87 @@ class Adapted(nn.Module):
         result = cast("Tensor", self.base_layer(states))
         uses = self._adapters.uses
         own = uses.head if self.is_head else uses.body
-        for name, tokens in own.parts:
-            pair = self.pairs.get(name)
-            if pair is None:
-                continue
-            if tokens is None:
-                result = (result + self._change(pair, states)).to(result.dtype)
-                continue
-            flat = result.flatten(0, -2)
-            if len(flat) != own.tokens:
-                raise ModelError(
-                    f"a layer reads {len(flat)} of the {own.tokens} tokens of a pass, and of which adapters is not "
-                    "known: such a model cannot read rows of several adapters together, so set "
-                    "policy.share_passes = false, and sample with one adapter at a time"
-                )
-            read = states.flatten() if isinstance(self.base_layer, nn.Embedding) else states.flatten(0, -2)
-            changed = flat.index_select(0, tokens) + self._change(pair, read.index_select(0, tokens))
-            result = flat.index_copy(0, tokens, changed.to(flat.dtype)).view(result.shape)
-        return result
+        if not any(name in self.pairs for name, _ in own.parts):
+            return result
+        if own.blocks is None:
+            (name, _), *_ = own.parts
+            return (result + self._change(self.pairs[name], states)).to(result.dtype)
+        flat = result.flatten(0, -2)
+        if len(flat) != own.tokens:
+            raise ModelError(
+                f"a layer reads {len(flat)} of the {own.tokens} tokens of a pass, and of which adapters is not "
+                "known: such a model cannot read rows of several adapters together, so set "
+                "policy.share_passes = false, and sample with one adapter at a time"
+            )
+        if isinstance(self.base_layer, nn.Embedding):
+            return self._embedded(own, flat, states.flatten()).view(result.shape)
+        change = self._product(*self._stacked(own, own.blocks), own.blocks.gather(states.flatten(0, -2)))
+        return own.blocks.add(flat, change).view(result.shape)
 
     def _change(self, pair: Pair, states: Tensor) -> Tensor:
         """Return what an adapter adds to the layer's output for these inputs."""
         base = self.base_layer
-        if isinstance(base, nn.Embedding):
-            after = functional.embedding(states, pair.down.T, base.padding_idx)
-            change = (after @ pair.up.T) * pair.scale
-            scaled = getattr(base, "embed_scale", None)  # its output is scaled by this
-            return change if scaled is None else change * torch.as_tensor(scaled, dtype=change.dtype)
-        states = states.to(pair.down.dtype)
-        split = self._split
+        if not isinstance(base, nn.Embedding):
+            return self._product(pair.down, pair.up, pair.scale, states)
+        after = functional.embedding(states, pair.down.T, base.padding_idx)
+        change = (after @ pair.up.T) * pair.scale
+        scaled = getattr(base, "embed_scale", None)  # its output is scaled by this
+        return change if scaled is None else change * torch.as_tensor(scaled, dtype=change.dtype)
+
+    def _embedded(self, own: Reading, result: Tensor, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids, [tokens, out], with what each one's adapter changes."""
+        for name, tokens in own.parts:
+            if name in self.pairs and tokens is not None:
+                change = self._change(self.pairs[name], ids.index_select(0, tokens))
+                changed = (result.index_select(0, tokens) + change).to(result.dtype)
+                result = result.index_copy(0, tokens, changed)
+        return result
+
+    def _stacked(self, own: Reading, blocks: Blocks) -> tuple[Tensor, Tensor, float | Tensor]:
+        """Return the matrices of each block's adapter, [blocks, rank, in] and [blocks, out, rank], and their scales.
+
+        Lower ranks have zeros, and so have adapters that leave this layer as it is.
+        """
+        given = [self.pairs.get(name) for name, _ in own.parts]
+        known = next(pair for pair in given if pair is not None)
+        rank = max(len(pair.down) for pair in given if pair is not None)
+        none = known.down.new_zeros(rank, known.down.shape[1]), known.up.new_zeros(len(known.up), rank)
+        downs = [none[0] if each is None else _padded(each.down, rank, 0) for each in given]
+        ups = [none[1] if each is None else _padded(each.up, rank, 1) for each in given]
+        down, up = torch.stack(downs), torch.stack(ups)
+        scales = _scales(tuple(1.0 if each is None else each.scale for each in given), down.device)
+        if blocks.owners is None:
+            return down, up, scales
+        down, up, scales = (each.index_select(0, blocks.owners) for each in (down, up, scales))
+        return down, up, scales
+
+    def _product(self, down: Tensor, up: Tensor, scale: float | Tensor, states: Tensor) -> Tensor:
+        """Return `scale * states @ down.T @ up.T`. Matrices of blocks multiply the states of their blocks."""
+        states, split = states.to(down.dtype), self._split
         if split is None:
-            return functional.linear(functional.linear(states, pair.down), pair.up) * pair.scale
+            return _times(_times(states, down), up) * scale
         total = cast("Any", _Summed.apply)
         if split.columns:
-            low = total(functional.linear(states, pair.down), split.ranks, False)
-            return functional.linear(low, split.part(pair.up, 0)) * pair.scale
-        low = total(functional.linear(states, split.part(pair.down, 1)), split.ranks, True)
-        return functional.linear(low, pair.up) * pair.scale
+            low = total(_times(states, down), split.ranks, False)
+            return _times(low, split.part(up, -2)) * scale
+        low = total(_times(states, split.part(down, -1)), split.ranks, True)
+        return _times(low, up) * scale
+
+
+def _times(states: Tensor, matrix: Tensor) -> Tensor:
+    """Return [..., out] of [..., in] and [out, in], or for each block of [blocks, ..., in] and [blocks, out, in]."""
+    return functional.linear(states, matrix) if matrix.dim() == 2 else torch.bmm(states, matrix.mT)
+
+
+def _padded(matrix: Tensor, rank: int, dim: int) -> Tensor:
+    """Return a matrix with zeros along a dim up to a rank."""
+    lacking = rank - matrix.shape[dim]
+    return matrix if not lacking else functional.pad(matrix, (0, lacking) if dim else (0, 0, 0, lacking))
+
+
+@lru_cache(maxsize=64)
+def _scales(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 class _Summed(torch.autograd.Function):
