@@ -9,8 +9,8 @@ requests    Optimizer steps and passes of one row, sent one after the other, in 
 adapters    8 adapters on the same model, each a pass of 4 rows and a step: sent together, and one adapter after the
             other. With `share_passes`, rows of all of them share passes
 
-The client uses the first core. The order of turns changes from round to round, and the first round does not count. A
-minute or two.
+The client uses the first core, and the models have one thread. The order of turns changes from round to round, and the
+first round does not count. A minute or two.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ LEAST_FASTER: Final = 3.0
 MODEL: Final = NewModel(
     hidden_size=32, layers=1, characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY: \n", max_tokens=256
 )
+
+MESHES: Final = {"main": {"cpus": 1}}
+"""The client has the other core."""
 
 
 def main() -> None:
@@ -171,7 +174,7 @@ async def measured(client: Worker, rounds: int) -> list[Figure]:
                 "policy": {"model": MODEL, "lora": {}, "share_passes": True},
                 "sampler": {"model": MODEL},
                 "tinker": {"port": 0, "model": "small", "folder": str(Path(scratch, "state")), "state_every": 1000},
-                "run": {"name": "tinker", "folder": scratch},
+                "run": {"name": "tinker", "folder": scratch, "meshes": MESHES},
             }
         )
         async with serving(config) as (url, _):
@@ -196,7 +199,7 @@ async def measured(client: Worker, rounds: int) -> list[Figure]:
 async def calls(config: ServedConfig) -> float:
     """The time of the same call without a server, in ms."""
     with tempfile.TemporaryDirectory() as scratch:
-        async with Run(RunConfig(name="direct", folder=scratch)) as run:
+        async with Run(RunConfig.model_validate({"name": "direct", "folder": scratch, "meshes": MESHES})) as run:
             policy = await run.spawn(Policy, tables_of(config)[0].policy)
             await policy.add_adapter("a", LoraConfig(rank=8, seed=0, sync="adapters"))
             times: list[float] = []
