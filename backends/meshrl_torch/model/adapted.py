@@ -5,7 +5,6 @@ The adapters' matrices are no parameters of the network, so they are the same on
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -98,6 +97,10 @@ class Pair(NamedTuple):
     scale: float
     is_linear: bool
     """True if the layer's weight is [out, in], False if it is [in, out]."""
+
+    def scaled(self, scale: float) -> Tensor:
+        """Return `up` for another scale."""
+        return self.up if scale == self.scale else self.up * (self.scale / scale)
 
 
 BASE_LAYER: Final = ".base_layer."
@@ -256,8 +259,8 @@ class Adapted(nn.Module):
                 result = result.index_copy(0, tokens, changed)
         return result
 
-    def _stacked(self, own: Reading, blocks: Blocks) -> tuple[Tensor, Tensor, float | Tensor]:
-        """Return the matrices of each block's adapter, [blocks, rank, in] and [blocks, out, rank], and their scales.
+    def _stacked(self, own: Reading, blocks: Blocks) -> tuple[Tensor, Tensor, float]:
+        """Return the matrices of each block's adapter, [blocks, rank, in] and [blocks, out, rank], and their scale.
 
         Lower ranks have zeros, and so have adapters that leave this layer as it is.
         """
@@ -266,15 +269,13 @@ class Adapted(nn.Module):
         rank = max(len(pair.down) for pair in given if pair is not None)
         none = known.down.new_zeros(rank, known.down.shape[1]), known.up.new_zeros(len(known.up), rank)
         downs = [none[0] if each is None else _padded(each.down, rank, 0) for each in given]
-        ups = [none[1] if each is None else _padded(each.up, rank, 1) for each in given]
+        ups = [none[1] if each is None else _padded(each.scaled(known.scale), rank, 1) for each in given]
         down, up = torch.stack(downs), torch.stack(ups)
-        scales = _scales(tuple(1.0 if each is None else each.scale for each in given), down.device)
-        if blocks.owners is None:
-            return down, up, scales
-        down, up, scales = (each.index_select(0, blocks.owners) for each in (down, up, scales))
-        return down, up, scales
+        if blocks.owners is not None:
+            down, up = down.index_select(0, blocks.owners), up.index_select(0, blocks.owners)
+        return down, up, known.scale
 
-    def _product(self, down: Tensor, up: Tensor, scale: float | Tensor, states: Tensor) -> Tensor:
+    def _product(self, down: Tensor, up: Tensor, scale: float, states: Tensor) -> Tensor:
         """Return `scale * states @ down.T @ up.T`. Matrices of blocks multiply the states of their blocks."""
         states, split = states.to(down.dtype), self._split
         if split is None:
@@ -296,11 +297,6 @@ def _padded(matrix: Tensor, rank: int, dim: int) -> Tensor:
     """Return a matrix with zeros along a dim up to a rank."""
     lacking = rank - matrix.shape[dim]
     return matrix if not lacking else functional.pad(matrix, (0, lacking) if dim else (0, 0, 0, lacking))
-
-
-@lru_cache(maxsize=64)
-def _scales(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)[:, None, None]
 
 
 class _Summed(torch.autograd.Function):
