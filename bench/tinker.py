@@ -6,7 +6,7 @@ latency     A forward_backward of 64 rows of 16 tokens for an adapter on a small
             the request to having its result, against the time of the same call of the policy from the server's own
             loop. The bodies are in the SDK's form, and the client is a separate process with one connection
 requests    Optimizer steps and passes of one row, sent one after the other, in requests per second
-adapters    8 adapters on the same model, each a pass of 4 rows and a step: sent together, and one adapter after the
+adapters    8 adapters on the same model, each a pass of 4 rows and a step: of 8 clients at once, and one after the
             other. With `share_passes`, rows of all of them share passes
 
 The client uses the first core, and the models have one thread. The order of turns changes from round to round, and the
@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -63,11 +64,11 @@ def main() -> None:
 
 
 class Client:
-    """A client with one connection, which sends what the SDK would send."""
+    """Clients with a connection each, which send what the SDK would send."""
 
     def __init__(self, url: str, what: str) -> None:
         """`what`: what to measure."""
-        self._connection = http.client.HTTPConnection(str(urlsplit(url).netloc))
+        self._connections = [http.client.HTTPConnection(str(urlsplit(url).netloc)) for _ in range(ADAPTERS)]
         self._what = what
 
     def run(self) -> dict[str, float]:
@@ -91,26 +92,35 @@ class Client:
         began = time.perf_counter()
         for place, each in enumerate(passes):
             self._result(self._post("forward_backward", each)["request_id"])
-            self._step(model, 2 * place + 2)
+            self._result(self._post("optim_step", step(model, 2 * place + 2))["request_id"])
         return {"rate": 2 * STEPS / (time.perf_counter() - began)}
 
     def _adapters(self, session: str) -> dict[str, float]:
         models = self._models(session, ADAPTERS)
         times: dict[str, float] = {}
         for turn, together in enumerate((True, False, True, False)):
-            bodies = [body(model, 2 * turn + 1, 4, 32) for model in models]
+            number = 2 * turn + 2
+            bodies = [body(model, number - 1, 4, 32) for model in models]
             began = time.perf_counter()
             if together:
-                names = [self._post("forward_backward", each)["request_id"] for each in bodies]
-                names += [self._step(model, 2 * turn + 2, wait=False) for model in models]
-                for name in names:
-                    self._result(name)
+                self._at_once("forward_backward", bodies)
+                self._at_once("optim_step", [step(model, number) for model in models])
             else:
                 for model, each in zip(models, bodies, strict=True):
                     self._result(self._post("forward_backward", each)["request_id"])
-                    self._step(model, 2 * turn + 2)
+                    self._result(self._post("optim_step", step(model, number))["request_id"])
             times["together" if together else "alone"] = time.perf_counter() - began
         return times
+
+    def _at_once(self, path: str, requests: Sequence[dict[str, Any] | bytes]) -> None:
+        for client, each in enumerate(requests):
+            self._send(path, each, client)
+        waiting = [(client, str(self._receive(client)["request_id"])) for client in range(len(requests))]
+        while waiting:
+            for client, name in waiting:
+                self._send("retrieve_future", {"request_id": name}, client)
+            found = [self._receive(client) for client, _ in waiting]
+            waiting = [each for each, one in zip(waiting, found, strict=True) if _is_missing(one)]
 
     def _models(self, session: str, count: int) -> list[str]:
         lora = {"rank": 8, "seed": 0}
@@ -121,33 +131,40 @@ class Client:
         names = [self._post("create_model", each)["request_id"] for each in made]
         return [str(self._result(name)["model_id"]) for name in names]
 
-    def _step(self, model: str, number: int, *, wait: bool = True) -> str:
-        asked = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 1e-4}}
-        name = str(self._post("optim_step", asked)["request_id"])
-        if wait:
-            self._result(name)
-        return name
-
     def _result(self, name: str) -> dict[str, Any]:
         """Wait for a result, as often as the server says that it is not there yet."""
         found: dict[str, Any] = {"type": "try_again"}
-        while found.get("type") == "try_again":
+        while _is_missing(found):
             found = self._post("retrieve_future", {"request_id": name})
         return found
 
     def _post(self, path: str, asked: dict[str, Any] | bytes) -> dict[str, Any]:
+        self._send(path, asked, 0)
+        return self._receive(0)
+
+    def _send(self, path: str, asked: dict[str, Any] | bytes, client: int) -> None:
         kind = "application/x-protobuf" if isinstance(asked, bytes) else "application/json"
         raw = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
         accept = "application/x-protobuf" if path == "retrieve_future" else "application/json"
-        self._connection.request(
-            "POST", f"/api/v1/{path}", raw, {"Content-Type": kind, "Accept": accept, "X-API-Key": "tml-b"}
-        )
-        answer = self._connection.getresponse()
+        headers = {"Content-Type": kind, "Accept": accept, "X-API-Key": "tml-b"}
+        self._connections[client].request("POST", f"/api/v1/{path}", raw, headers)
+
+    def _receive(self, client: int) -> dict[str, Any]:
+        answer = self._connections[client].getresponse()
         content = answer.read()
         assert answer.status in (200, 408), content
         found: dict[str, Any] = {} if "protobuf" in answer.headers["Content-Type"] else json.loads(content)
         assert "error" not in found, found
         return found
+
+
+def _is_missing(found: dict[str, Any]) -> bool:
+    return found.get("type") == "try_again"
+
+
+def step(model: str, number: int) -> dict[str, Any]:
+    """Make a step in the form of the SDK."""
+    return {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 1e-4}}
 
 
 def body(model: str, number: int, rows: int, tokens: int) -> bytes:

@@ -8,10 +8,11 @@ result stays until two states later, and if it has not been told, for longer: th
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from meshrl import log
 from meshrl.errors import DataError, described
 from meshrl.tinker.journal import Answered, Asked, Journal, Place, record_at
-from meshrl.tinker.requests import Pass, Request
+from meshrl.tinker.requests import OptimStep, Pass, Request
 from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.rows import Size, size_of
 
@@ -318,8 +319,12 @@ class _Done(NamedTuple):
     result: Result
 
 
+_GATHER: Final = 0.003
+"""Seconds that a request waits at most for those of other models that could be applied with it."""
+
+
 class Worker:
-    """Applies the requests of all models. Rows of several models with the same loss are applied together."""
+    """Applies the requests of all models. Rows of several models with the same loss share a call, and so do steps."""
 
     def __init__(self, apply: Callable[[Sequence[Turn]], Awaitable[Sequence[Result]]], together: int) -> None:
         """`together`: models whose rows go together, at most."""
@@ -327,6 +332,8 @@ class Worker:
         self._queues: dict[str, ModelQueue] = {}
         self._turns = Turns()
         self._more = asyncio.Event()
+        self._applied: dict[str, float] = {}
+        """Monotonic seconds at which each model's last request was applied."""
 
     def add(self, queue: ModelQueue) -> None:
         """Serve a queue from now on."""
@@ -336,6 +343,7 @@ class Worker:
     def remove(self, queue: ModelQueue) -> None:
         """Serve a queue no more."""
         del self._queues[queue.model]
+        self._applied.pop(queue.model, None)
 
     def wake(self) -> None:
         """Look for requests."""
@@ -346,10 +354,13 @@ class Worker:
         unkept: list[_Done] = []
         while True:
             self._more.clear()
+            if self._together > 1:
+                await self._gather()
             group = self._next()
             if group:
                 results = await self._apply(group)
                 done = [_Done(*turn, result) for turn, result in zip(group, results, strict=True)]
+                self._applied.update(dict.fromkeys((queue.model for queue, _ in group), time.monotonic()))
                 for queue, pending in group:
                     self._turns.charge(queue.tenant, pending.cost)
             else:
@@ -374,23 +385,41 @@ class Worker:
             for queue in kept:
                 await after(queue)
 
+    async def _gather(self) -> None:
+        """Wait a moment for models that had a request since a ready one had its last, so that they share a call."""
+        ready = [self._applied.get(model, inf) for model, queue in self._queues.items() if queue.ready]
+        active = [self._queues[model] for model, applied in self._applied.items() if ready and applied >= min(ready)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER):
+                while not all(queue.ready for queue in active):
+                    self._more.clear()
+                    await self._more.wait()
+
     def _next(self) -> list[Turn]:
-        """Begin with the request whose turn it is, and with rows of other models that can go with it."""
+        """Begin with the request whose turn it is, and with those of other models that can go with it."""
         ready = [queue for queue in self._queues.values() if queue.ready]
         tenant = self._turns.choose({queue.tenant for queue in ready})
         if tenant is None:
             return []
         ready.sort(key=lambda each: (each.tenant != tenant, _since(each)))
-        first = ready[0].take()
-        group = [(ready[0], first)]
-        if isinstance(first.request, Pass) and first.request.backward:
-            kind = (first.request.loss, first.request.config)
-            for queue in ready[1:]:
-                other = queue.ready.request if queue.ready else None
-                fits = isinstance(other, Pass) and other.backward and (other.loss, other.config) == kind
-                if fits and len(group) < self._together:
-                    group.append((queue, queue.take()))
+        group = [(ready[0], ready[0].take())]
+        kind = _kind_of(group[0][1].request)
+        for queue in ready[1:]:
+            if (
+                kind is not None
+                and len(group) < self._together
+                and queue.ready
+                and _kind_of(queue.ready.request) == kind
+            ):
+                group.append((queue, queue.take()))
         return group
+
+
+def _kind_of(request: Request) -> Hashable:
+    """Return what requests that can be applied together have in common. None: this one is applied alone."""
+    if isinstance(request, Pass) and request.backward:
+        return request.loss, frozenset(request.config.items())
+    return OptimStep if isinstance(request, OptimStep) else None
 
 
 def _since(queue: ModelQueue) -> float:

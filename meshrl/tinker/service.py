@@ -257,6 +257,8 @@ class Service:
         try:
             for queue, _ in group:
                 await self._bring(queue)
+            if len(group) > 1 and isinstance(group[0][1].request, OptimStep):
+                return [each for (each,) in await asyncio.gather(*(self._guarded([one]) for one in group))]
             if len(group) > 1:
                 return await self._passed(group)
             queue, pending = group[0]

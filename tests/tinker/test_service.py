@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError
 from meshrl.remote import Call, Packed
 from meshrl.tinker import ServedConfig, queues
 from meshrl.tinker.journal import Answered, Asked, Journal, Place, Record
@@ -109,6 +110,31 @@ async def test_a_request_that_cannot_be_made_ends_nothing(tmp_path: Path) -> Non
         assert isinstance(failure, Failure)
         assert "bogus" in failure.error
         assert failure.category == "user"
+
+
+class Pair(Idle):
+    """Two models that make their steps at the same time, of which one fails."""
+
+    most = 2
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Barrier(2)
+
+    async def step(self, model: str, adam: Adam) -> dict[str, float]:
+        await self.begun.wait()
+        if model == "session:train:0":
+            raise DataError("no gradients")
+        return {"lr": adam.learning_rate}
+
+
+async def test_steps_of_several_models_are_made_together_and_fail_alone(tmp_path: Path) -> None:
+    async with service(tmp_path, Pair()) as made:
+        models = [made.create("default", Create("session", number, "tiny")) for number in range(2)]
+        for model in models:
+            await made.queue("default", model).result(0, 60)
+        failed, stepped_on = await asyncio.gather(*(stepped(made, model, 1) for model in models))
+        assert failed == Failure("no gradients", "user")
+        assert stepped_on == Plain({"metrics": {"lr": 1e-4}, "type": "optim_step"})
 
 
 async def test_calls_with_rows_count_as_passes_do(tmp_path: Path) -> None:
