@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from meshrl import log
 from meshrl.errors import ConfigError, Damaged, DataError, MeshrlError, ModelError
 from meshrl.mesh import PATIENCE, Rank, current_rank, machine_gpus
-from meshrl_torch.ranks.host_monitor import HostMonitor
+from meshrl_torch.ranks.rank_monitor import RankMonitor
 from meshrl_torch.wire import nccl, segments
 from meshrl_torch.wire.plan import gpu_of
 
@@ -71,7 +71,7 @@ class _Joined(NamedTuple):
     """HOST:PORT of its ranks' store."""
     generation: str
     """The address when the group was made."""
-    monitor: HostMonitor
+    monitor: RankMonitor
 
 
 _joined: _Joined | None = None
@@ -137,7 +137,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             dist.destroy_process_group()
         _make_group(device, PrefixStore("group", store), rank)
         lost = partial(_end_collectives, device, dist.group.WORLD)
-        monitor = HostMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
+        monitor = RankMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
         _joined = _Joined(address, address, monitor)
     elif _joined is not None:
         _joined = _joined._replace(address=address)
