@@ -68,22 +68,22 @@ class Found:
                 "vLLM with --logprobs-mode processed_logprobs, or give temperature = 1"
             )
         restrictions = [("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)]
-        asked = [f"{key} = {value:g}" for key, value, off in restrictions if value != off]
-        if asked and not self.whole:
+        restricted = [f"{key} = {value:g}" for key, value, off in restrictions if value != off]
+        if restricted and not self.whole:
             raise DataError(
-                f"{url} returns log-probs of the tokens that {' and '.join(asked)} leave, but a trainer's are of the "
-                "whole distribution: remove these keys, or start vLLM with --logprobs-mode raw_logprobs and give "
+                f"{url} returns log-probs of the tokens that {' and '.join(restricted)} leave, but a trainer's are of "
+                "the whole distribution: remove these keys, or start vLLM with --logprobs-mode raw_logprobs and give "
                 "temperature = 1"
             )
-        if len(asked) > 1 and not self.dialect.restricts_twice:
+        if len(restricted) > 1 and not self.dialect.restricts_twice:
             raise DataError(
                 f"{self.dialect.title} applies top_p to the whole distribution, not to the tokens that top_k leaves: "
-                f"give one of {' and '.join(asked)}"
+                f"give one of {' and '.join(restricted)}"
             )
 
 
-async def find(client: Client, asked: str | None) -> Found:
-    """Query a server. `asked`: the name of the model to look for, if any.
+async def find(client: Client, wanted: str | None) -> Found:
+    """Query a server. `wanted`: the name of the model to look for, if any.
 
     NoAnswerError if it does not answer, ModelError if it cannot be used.
     """
@@ -92,13 +92,13 @@ async def find(client: Client, asked: str | None) -> Found:
     named = [str(card["id"]) for card in cards]
     # SGLang names its model after its last loaded folder, and samples for any name.
     renamed = any(card.get("owned_by") == "sglang" for card in cards)
-    if asked is not None and asked not in named and not renamed:
-        raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {asked!r}")
-    if asked is None and len(names) != 1:
+    if wanted is not None and wanted not in named and not renamed:
+        raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {wanted!r}")
+    if wanted is None and len(names) != 1:
         raise ModelError(
             f"{client.url} serves {', '.join(map(repr, names)) or 'no model'}: name one: sampler.http.model"
         )
-    model = asked if asked in named else names[0]
+    model = wanted if wanted in named else names[0]
     card = next(card for card in cards if card["id"] == model)
     dialect = DIALECTS.get(str(card.get("owned_by")))
     if dialect is None:
@@ -106,7 +106,7 @@ async def find(client: Client, asked: str | None) -> Found:
             f"{client.url} says that {card.get('owned_by')!r} owns its model: it is neither a vLLM nor an SGLang "
             "server, and other servers do not return the token ids and log-probs that training needs"
         )
-    tempered, whole = await _told(client, dialect, model)
+    tempered, whole = await _probe_logprobs(client, dialect, model)
     return Found(
         dialect,
         await dialect.version(client),
@@ -119,7 +119,7 @@ async def find(client: Client, asked: str | None) -> Found:
     )
 
 
-async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
+async def _probe_logprobs(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
     """Measure if log-probs are at the temperature, and of the whole distribution. True only if samples show it.
 
     Sampled tokens are read again, which gives their log-probs at temperature 1. The median of several prompts decides,

@@ -363,10 +363,10 @@ class Servers(EngineConnection):
     async def _abort(self, server: Server, running: Mapping[str, Running]) -> None:
         """End requests. If a server cannot do that, their tokens are lost."""
         try:
-            asked = await server.dialect.abort(server.client, list(running))
+            is_aborted = await server.dialect.abort(server.client, list(running))
         except NoAnswerError:
-            asked = False
-        if not asked:
+            is_aborted = False
+        if not is_aborted:
             for each in running.values():
                 each.task.cancel()
 

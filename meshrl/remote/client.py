@@ -104,10 +104,10 @@ class Client:
         """Return status, body and content type of one attempt. Status 0 if there was no whole answer."""
         url = path if path.startswith("http") else f"{self.url}{path}"
         headers = {"X-API-Key": self._key, "Content-Type": kind}
-        asked = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
+        request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
         try:
             try:
-                with urllib.request.urlopen(asked, timeout=self._seconds) as answer:  # noqa: S310 -- checked above
+                with urllib.request.urlopen(request, timeout=self._seconds) as answer:  # noqa: S310 -- checked above
                     return HTTPStatus.OK, answer.read(), str(answer.headers.get_content_type())
             except urllib.error.HTTPError as error:
                 with error:

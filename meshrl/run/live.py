@@ -108,14 +108,14 @@ class Control:
 
         `checkpoint` writes a checkpoint. None if the run keeps none.
         """
-        if self._is_asked("pause"):
+        if self._is_requested("pause"):
             log.info(f"paused: remove {self._folder / 'pause'} to resume")
             with waiting("script", PAUSED, f"{self._folder / 'pause'} is there"):
-                while self._is_asked("pause") and not self._is_asked("stop"):
+                while self._is_requested("pause") and not self._is_requested("stop"):
                     await self._write_checkpoint(checkpoint)
                     await asyncio.sleep(_LOOKS)
         await self._write_checkpoint(checkpoint)
-        if self._is_asked("stop"):
+        if self._is_requested("stop"):
             if checkpoint:
                 await checkpoint()
             shutil.rmtree(self._folder, ignore_errors=True)  # the next part of the run ignores what is left
@@ -123,7 +123,7 @@ class Control:
             raise KeyboardInterrupt
 
     async def _write_checkpoint(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
-        if not self._is_asked("checkpoint"):
+        if not self._is_requested("checkpoint"):
             return
         file = self._folder / "checkpoint"
         self._handled["checkpoint"] = requested_at(file)
@@ -136,5 +136,5 @@ class Control:
         except OSError as error:
             log.warning(f"{file} was carried out but cannot be removed ({error}): touch it to request it again")
 
-    def _is_asked(self, command: Command) -> bool:
+    def _is_requested(self, command: Command) -> bool:
         return requested_at(self._folder / command) not in {0, self._handled.get(command)}

@@ -232,11 +232,11 @@ def _measures(task: Any) -> Mapping[str, tuple[str, str]]:
     metrics = [name for name in task._metric_fn_list if joined[name] is mean and grows.get(name, True)]
     filters = [each.name for each in task._filters]
 
-    def told(metric: str, by: str) -> str:
+    def measure_name(metric: str, by: str) -> str:
         parts = (by,) if len(metrics) == 1 < len(filters) else (metric, by)[: len(filters)]
         return re.sub(r"\W+", "_", "_".join(parts))
 
-    return {told(metric, by): (metric, by) for metric in metrics for by in filters}
+    return {measure_name(metric, by): (metric, by) for metric in metrics for by in filters}
 
 
 def _until(task: Any) -> Sequence[str]:
@@ -276,14 +276,14 @@ class _LeavingOut:
 
 def _check_shots(task: Any, given: TaskOptions, shots: int) -> bool:
     """Return whether the examples are of the asked rows. DataError if one file would be the rows of two splits."""
-    examples, asked = _example_split(task), _split(task, given.split)
-    if shots and isinstance(given.data, str) and examples not in (None, asked):
+    examples, own_split = _example_split(task), _split(task, given.split)
+    if shots and isinstance(given.data, str) and examples not in (None, own_split):
         raise DataError(
-            f"{NAME}:{task.config.task}: task.options.data = {given.data!r} has the rows of the split {asked!r}, and "
-            f"the {shots} examples before each question are of {examples!r}: set task.options.num_fewshot = 0, or name "
-            f'a file for each split: data = {{ {asked} = "FILE", {examples} = "OTHER" }}'
+            f"{NAME}:{task.config.task}: task.options.data = {given.data!r} has the rows of the split {own_split!r}, "
+            f"and the {shots} examples before each question are of {examples!r}: set task.options.num_fewshot = 0, or "
+            f'name a file for each split: data = {{ {own_split} = "FILE", {examples} = "OTHER" }}'
         )
-    return shots > 0 and examples == asked
+    return shots > 0 and examples == own_split
 
 
 def _example_split(task: Any) -> str | None:

@@ -267,18 +267,18 @@ def _serve(job: dict[str, Any], here: Path) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))  # `_waited` takes it
     os.write(1, b"ready\n")
     while line := sys.stdin.buffer.readline():
-        asked = json.loads(line)
+        request = json.loads(line)
         given, printed = os.memfd_create("stdin"), os.memfd_create("output")
-        os.write(given, sys.stdin.buffer.read(asked["given"]))
+        os.write(given, sys.stdin.buffer.read(request["given"]))
         os.lseek(given, 0, os.SEEK_SET)
         _reap(0)
         child = os.fork()
         if not child:
-            cpu = min(asked["seconds"] * (os.cpu_count() or 1), 1 << 31)  # it may use all cores all the time
-            _become_command(job | {"timeout": cpu}, here, asked["command"], given, printed)
-        status = _waited(child, asked["seconds"])
+            cpu = min(request["seconds"] * (os.cpu_count() or 1), 1 << 31)  # it may use all cores all the time
+            _become_command(job | {"timeout": cpu}, here, request["command"], given, printed)
+        status = _waited(child, request["seconds"])
         size = os.fstat(printed).st_size
-        most = min(asked["most"], size)
+        most = min(request["most"], size)
         kept = os.pread(printed, most, size - most)
         os.close(given)
         os.close(printed)

@@ -269,11 +269,11 @@ class _Commands(ABC):
 
     async def _is_ready(self) -> None:
         process = cast("Process", self._process)
-        told, output = _Heard(_READ), cast("asyncio.StreamReader", process.stdout)
+        errors, output = _OutputTail(_READ), cast("asyncio.StreamReader", process.stdout)
         while (line := await output.readline()) != b"ready\n":
             if not line:
-                await told.read(process.stderr)
-                raise SandboxError(f"status {await process.wait()}: {_message(0, told.kept)}")
+                await errors.read(process.stderr)
+                raise SandboxError(f"status {await process.wait()}: {_message(0, errors.kept)}")
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -326,9 +326,9 @@ class _Local(_Commands):
         await self._send(job)
         await self._is_ready()
 
-    async def _send(self, asked: Mapping[str, object], given: bytes = b"") -> None:
+    async def _send(self, request: Mapping[str, object], given: bytes = b"") -> None:
         pipe = cast("asyncio.StreamWriter", cast("Process", self._process).stdin)
-        pipe.write(json.dumps(asked).encode() + b"\n" + given)
+        pipe.write(json.dumps(request).encode() + b"\n" + given)
         await pipe.drain()
 
     async def _run(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
@@ -354,7 +354,7 @@ class _Local(_Commands):
             self._folder.close()
 
 
-class _Heard:
+class _OutputTail:
     """What was read of a stream so far: the first line if it is read apart, the end of the rest, and its size."""
 
     def __init__(self, most: int) -> None:
@@ -412,11 +412,11 @@ class _Container(_Commands):
                 raise
             why = f"{command[0][:100]}: {error}\n".encode(errors="replace")
             return 127, why[:most], max(0, len(why) - most)  # no system runs such a line
-        output, told, in_time = _Heard(most), _Heard(_READ), False
+        output, errors, in_time = _OutputTail(most), _OutputTail(_READ), False
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    heard = output.read(client.stdout, apart=True), told.read(client.stderr)
+                    heard = output.read(client.stdout, apart=True), errors.read(client.stderr)
                     await asyncio.gather(_fed(client, given), *heard)
                     await client.wait()
                     in_time = True
@@ -424,7 +424,7 @@ class _Container(_Commands):
             if not in_time:  # also when cancelled
                 await self._end(client, output.first.decode().strip())
         if not output.first and in_time:
-            cause = _message(client.returncode, told.kept)
+            cause = _message(client.returncode, errors.kept)
             raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {cause}")
         return client.returncode if in_time else None, bytes(output.kept), output.size - len(output.kept)
 

@@ -231,10 +231,10 @@ def _line(request: Mapping[str, object]) -> bytes:
 def _value(answer: bytes) -> object:
     if not answer:
         raise EpisodeLost("its process has ended")
-    told = json.loads(answer)
-    if "error" in told:
-        raise (EpisodeLost if tells_of_no_room(told["error"]) else EpisodeFailed)(told["error"])
-    return cast("object", told["value"])
+    message = json.loads(answer)
+    if "error" in message:
+        raise (EpisodeLost if tells_of_no_room(message["error"]) else EpisodeFailed)(message["error"])
+    return cast("object", message["value"])
 
 
 def _end(started: "list[subprocess.Popen[bytes]]", path: str) -> None:

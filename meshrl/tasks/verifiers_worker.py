@@ -213,7 +213,7 @@ async def _connected(worker: Worker, reader: asyncio.StreamReader, writer: async
         left.cancel()
         if not working.cancelled():
             error = working.exception()
-            writer.write(_told(error) if error else working.result())
+            writer.write(_error_line(error) if error else working.result())
             await writer.drain()
     except (ConnectionError, asyncio.CancelledError):  # it is cancelled at the end alone, and streams would log that
         pass
@@ -225,7 +225,7 @@ async def _answer(worker: Worker, request: bytes) -> bytes:
     return json.dumps({"value": await worker.answer(json.loads(request))}).encode()
 
 
-def _told(error: BaseException) -> bytes:
+def _error_line(error: BaseException) -> bytes:
     return json.dumps({"error": str(error) if isinstance(error, _Failed) else _described(error)}).encode()
 
 
@@ -243,7 +243,7 @@ async def main() -> None:
         connection, _ = listening.accept()
         with connection, connection.makefile("rb") as request:
             request.readline()
-            connection.sendall(_told(error))
+            connection.sendall(_error_line(error))
         return
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

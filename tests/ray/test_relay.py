@@ -13,7 +13,7 @@ import pytest
 from meshrl import Gather, Mesh, Weights, at, endpoint, respawn
 from meshrl.engines.ray import RayEngine, cluster, refs
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.refs import LARGE, Flow, near
+from meshrl.engines.ray.refs import LARGE, Flow, local_forwarders
 from meshrl.engines.remote import Place
 from meshrl.errors import RankDied
 from meshrl.mesh import EVERY, Same, pool
@@ -40,7 +40,7 @@ class Model(Numbered):
         boot = str(os.getpid())
         here = pytest.MonkeyPatch()  # of this process, for good
         here.setattr(cluster, "boot_id", lambda: boot)
-        near[0] = near[0]._replace(home=near[0].home._replace(boot=boot))
+        local_forwarders[0] = local_forwarders[0]._replace(machine=local_forwarders[0].machine._replace(boot=boot))
         if not has_torch:
             here.setattr(refs, "available", lambda: False)
 

@@ -272,11 +272,11 @@ IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
 """The outcome for weights that were checked before."""
 
 
-def set_environment(asked: Start) -> None:
+def set_environment(settings: Start) -> None:
     """Set the variables that each engine and torch read at import."""
-    os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
-    if asked.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
+    os.environ.update(OMP_NUM_THREADS=str(settings.threads), HF_HUB_OFFLINE="1")
+    if settings.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
 
 
 class Engine(Protocol):

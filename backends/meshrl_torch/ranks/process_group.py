@@ -128,8 +128,8 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         return
     store = mesh_store(rank)
     kind, gpu = (f"cuda with NCCL {nccl.release()}", gpu_of(device)) if device.type == "cuda" else (device.type, "")
-    _check_devices(_told_by_all(store, rank, "device", f"{kind}:{gpu}:{lacks}"))
-    known = set(_told_by_all(store, rank, "generation", _joined.generation if _joined else ""))
+    _check_devices(_exchanged(store, rank, "device", f"{kind}:{gpu}:{lacks}"))
+    known = set(_exchanged(store, rank, "generation", _joined.generation if _joined else ""))
     if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
             _joined.monitor.close()
@@ -161,14 +161,14 @@ def _end_collectives(device: torch.device, world: dist.ProcessGroup | None, gone
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end them in one order
 
 
-def _told_by_all(store: Store, rank: Rank, name: str, own: str) -> list[str]:
+def _exchanged(store: Store, rank: Rank, name: str, own: str) -> list[str]:
     """Return what each rank tells under a name, such as the group that its process is in: empty for one in none."""
     store.set(f"{name}/{rank.index}", own)
     return [store.get(f"{name}/{index}").decode() for index in range(rank.size)]
 
 
 def _check_devices(devices: Sequence[str]) -> None:
-    """Raise ConfigError on all ranks before they would wait for each other. `told`: each's device, GPU, complaint."""
+    """Raise ConfigError on all ranks before they would wait for each other. `devices`: kind, GPU and complaint."""
     owners: dict[str, int] = {}
     for index, text in enumerate(devices):
         kind, gpu, lacks = text.split(":", 2)

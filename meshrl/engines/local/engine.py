@@ -64,8 +64,8 @@ class LocalEngine:
         """
         check_count(count)
         if resources.gpus or resources.custom:
-            asked = {"gpus": resources.gpus, **resources.custom}
-            named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
+            requested = {"gpus": resources.gpus, **resources.custom}
+            named = ", ".join(f"{name} = {amount:g}" for name, amount in requested.items() if amount)
             raise ConfigError(
                 f"a mesh asks for {named}, but the local engine has only threads: set "
                 "run.engine = 'processes', or 'ray' for several machines"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import ref
 
 from meshrl import log
-from meshrl.engines.ray.cluster import Home
+from meshrl.engines.ray.cluster import Machine
 from meshrl.engines.ray.refs import Flow, Handle, Parcel, Route, available, pack, unless_silent, unpack
 from meshrl.engines.remote import PoolRef
 from meshrl.errors import DataError
@@ -86,12 +86,12 @@ class Relay:
         flow = await self._flow(key, route)
         if flow is None:
             return None
-        link = await _linked(self._from, slot.meeting.name, partial(_link, route[-1].home, slot.meeting), 2 * _IDLE)
+        link = await _linked(self._from, slot.meeting.name, partial(_link, route[-1].machine, slot.meeting), 2 * _IDLE)
         _in_thread(link.send, flow, slot.number)
         return flow.head, flow.sizes
 
     async def _flow(self, key: Key, route: Route) -> Flow | None:
-        if route[0].home.is_here:
+        if route[0].machine.is_here:
             return _flowing(cast("Parcel", await key[0]))
         if key[0].binary() in self._copies and key[0].binary() not in self._flows:
             copy = self._copy(key)
@@ -124,19 +124,19 @@ class Relay:
 
     async def _begin(self, key: Key, route: Route) -> "_Arrival":
         """Ask the previous machine for a value. If it is no longer there, ask the machine that made it."""
-        own = route[-1].home
+        own = route[-1].machine
         if len(route) == 1:
             raise DataError("a value that was made on this machine is no longer here")
         for before in (route[:-1], route[:1]):
-            stop = before[-1]
-            link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
+            forwarder = before[-1]
+            link = await _linked(self._into, forwarder.handle, partial(_link, own), _IDLE)
             slot = LinkSlot(link.meeting, next(link.numbers))
-            answer = await unless_silent(stop, stop.handle.hand_on.remote(key, before, slot))
+            answer = await unless_silent(forwarder, forwarder.handle.hand_on.remote(key, before, slot))
             if answer is not None:
                 arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", answer))
                 _in_thread(link.receive, arrival.flow, slot.number)
                 return arrival
-        raise DataError(f"{stop.home} cannot forward it by a collective: torch is not installed there")
+        raise DataError(f"{forwarder.machine} cannot forward it by a collective: torch is not installed there")
 
 
 class _Arrival:
@@ -175,7 +175,7 @@ def _is_over(made: "asyncio.Task[Link]", idle: float) -> bool:
     return bool(made.result().failed) or time.monotonic() - made.result().used > idle
 
 
-def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":
+def _link(own: Machine, meeting: "Meeting | None" = None) -> "Link":
     from meshrl.engines.ray.link import Link  # noqa: PLC0415 -- it loads torch, which takes seconds
 
     return Link(own.health_port.ip, own.health_port.patience, meeting)

@@ -327,7 +327,7 @@ class _Client:
 
     def __init__(self, address: Address, end: "asyncio.Future[str] | None") -> None:
         self._end = end
-        self._asked = 0
+        self._questions_sent = 0
         self._waiting: dict[int, tuple[Reply, list[Segment]]] = {}
         """The replies that are awaited, and the segments of each question that are kept until then."""
         self._exit_reason = ""
@@ -356,8 +356,8 @@ class _Client:
             reply = Reply()
             reply.arrive(None, ProcessExited(self._exit_reason))
             return reply
-        number = self._asked
-        self._asked += 1
+        number = self._questions_sent
+        self._questions_sent += 1
         self._connection.send(encode(Question(number, service, call, values)))
         reply = Reply()
         self._waiting[number] = reply, segments
