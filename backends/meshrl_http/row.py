@@ -6,7 +6,7 @@ import numpy as np
 
 from meshrl.data import read_constraint
 from meshrl_http.dialects import Ask, Piece
-from meshrl_inference.engine_side.protocol import Done, Generate, Row
+from meshrl_inference.engine_side.protocol import FinishedRow, Generate, Row
 from meshrl_torch.model.decoding import stopped_after
 from meshrl_torch.model.text import Words
 
@@ -75,6 +75,6 @@ class Decoded:
             return "length"
         return "abort" if self.wanted else None
 
-    def done(self) -> Done:
+    def done(self) -> FinishedRow:
         """Return the row as a message for the sampler."""
-        return Done.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")
+        return FinishedRow.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")

@@ -30,7 +30,17 @@ from meshrl_http.found import Found, find, no_weights
 from meshrl_http.options import HttpConfig
 from meshrl_http.row import Decoded
 from meshrl_inference.engine_side.loading import Naming, refusal
-from meshrl_inference.engine_side.protocol import Abort, Answer, Done, Generate, Load, Loaded, Order, Refused, Rows
+from meshrl_inference.engine_side.protocol import (
+    Abort,
+    Answer,
+    FinishedRow,
+    Generate,
+    Load,
+    Loaded,
+    Order,
+    Refused,
+    Rows,
+)
 from meshrl_inference.process import EngineConnection
 from meshrl_torch.model.text import Words
 from meshrl_torch.weights.transfer import TOLERANCE
@@ -148,7 +158,7 @@ class Servers(EngineConnection):
         self._servers: Sequence[Server] = ()
         self._waiting: deque[Decoded] = deque()
         self._rows: dict[int, Decoded] = {}
-        self._done: list[Done] = []
+        self._done: list[FinishedRow] = []
         self._tasks = set[asyncio.Task[None]]()
         self._loading = asyncio.Lock()
         self._held = False

@@ -23,8 +23,8 @@ from meshrl_inference.engine_side.protocol import (
     CACHE,
     CPU_CACHE_MIB,
     IN_SHARED_MEMORY,
-    Done,
     Engine,
+    FinishedRow,
     Generate,
     Load,
     Outcome,
@@ -97,7 +97,7 @@ class _SglangEngine:
         self.version: str = sglang.__version__
         self.tokens = int(self._manager.model_config.vocab_size)
         self.steps = 0
-        self.finished: list[Done] = []
+        self.finished: list[FinishedRow] = []
 
     @property
     def cache_use(self) -> float:
@@ -327,9 +327,9 @@ def _check(answer: tuple[bool, str]) -> None:
         raise RuntimeError(f"SGLang refuses new weights: {why}")
 
 
-def _done(number: int, answer: dict[str, Any]) -> Done:
+def _done(number: int, answer: dict[str, Any]) -> FinishedRow:
     facts = answer["meta_info"]
     pairs = facts.get("output_token_logprobs") or ()
     tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]
     spans = [(int(span["version"]), int(span["start"])) for span in facts.get("weight_versions") or ()]
-    return Done.of(number, tokens, logprobs, spans, facts["finish_reason"]["type"])
+    return FinishedRow.of(number, tokens, logprobs, spans, facts["finish_reason"]["type"])

@@ -22,8 +22,8 @@ from meshrl_inference.engine_side.protocol import (
     IN_SHARED_MEMORY,
     PROBES,
     AdapterOf,
-    Done,
     Engine,
+    FinishedRow,
     Generate,
     Load,
     Outcome,
@@ -77,11 +77,11 @@ class _VllmEngine:
             room = _IMAGE_STEPS * scheduler.max_num_batched_tokens
             scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
         self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
-        self._eyes = None
+        self._images = None
         if settings.image_token is not None:
-            from meshrl_vllm.seeing import Eyes  # noqa: PLC0415 -- as above
+            from meshrl_vllm.seeing import ImageFeatures  # noqa: PLC0415 -- as above
 
-            self._eyes = Eyes(self._engine, settings.image_token)
+            self._images = ImageFeatures(self._engine, settings.image_token)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._engine.collective_rpc("tell_whole")
         if settings.adapters:
@@ -102,7 +102,7 @@ class _VllmEngine:
         self.version: str = vllm.__version__
         self.tokens = int(self._engine.model_config.get_vocab_size())
         self.steps = 0
-        self.finished: list[Done] = []
+        self.finished: list[FinishedRow] = []
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -117,7 +117,7 @@ class _VllmEngine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, order: Generate, salt: str) -> None:
-        items = self._eyes.items(order.images) if self._eyes else {}
+        items = self._images.items(order.images) if self._images else {}
         for row in order.rows:
             sampling = self._sampling(
                 temperature=order.temperature,
@@ -137,9 +137,9 @@ class _VllmEngine:
                 self._without[row.number] = self._loaded
             tokens = np.frombuffer(row.tokens, np.int32)
             prompt: Any = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
-            if self._eyes and row.images:
+            if self._images and row.images:
                 seen = [order.images[name] for name in row.images]
-                prompt = self._eyes.prompt(tokens, salt, seen, [items[name] for name in row.images])
+                prompt = self._images.prompt(tokens, salt, seen, [items[name] for name in row.images])
             self._ask(str(row.number), prompt, sampling, adapter=row.adapter)
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
@@ -204,14 +204,14 @@ class _VllmEngine:
         """Count new weights from the next step on."""
         self._loaded = order.number
         self._engine.set_weight_version(str(order.number))
-        if self._eyes:  # what they saw is that of the weights before
+        if self._images:  # what they saw is that of the weights before
             # Not by the engine's method, which warns of caches of a processor: that one is off.
             self._core.scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
         if order.recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    def _at_its_load(self, done: Done) -> Done:
+    def _at_its_load(self, done: FinishedRow) -> FinishedRow:
         """Return a row with no later load than those that it was decoded with."""
         number = self._without.pop(done.number, None)
         return done if number is None else structs.replace(done, spans=[(number, 0)])
@@ -330,18 +330,18 @@ def _read(output: Any) -> list[float]:
     return [each[token].logprob for token, each in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
-def _done(output: Any) -> Done:
+def _done(output: Any) -> FinishedRow:
     (one,) = output.outputs
     spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
     return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
 
 
-def _unfinished(state: Any) -> Done:
+def _unfinished(state: Any) -> FinishedRow:
     spans = [(int(version), start) for version, start in state.weight_version_starts]
     tokens = state.detokenizer.output_token_ids
     return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")
 
 
-def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> Done:
+def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> FinishedRow:
     chosen: list[float] = [each[token].logprob for token, each in zip(tokens, logprobs or (), strict=True)]
-    return Done.of(number, list(tokens), chosen, spans, reason)
+    return FinishedRow.of(number, list(tokens), chosen, spans, reason)

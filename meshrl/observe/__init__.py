@@ -40,7 +40,7 @@ from meshrl.observe.run_files import (
     PAUSED as PAUSED,
     REQUESTS as REQUESTS,
     Command as Command,
-    Now as Now,
+    RunStatus as RunStatus,
     Record as Record,
     Runs as Runs,
     Waits as Waits,

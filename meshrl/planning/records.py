@@ -122,7 +122,7 @@ class RecordedRun:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Assumptions:
     """Assumptions for what no record shows."""
 
     cores: float = 0.4
@@ -131,15 +131,15 @@ class Guesses:
     """Efficiency of each doubling of the ranks that share the same rows, along tp, pp or cp."""
 
 
-GUESSES: Final = Guesses()
-_ENDS: Final = [Guesses(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
+GUESSES: Final = Assumptions()
+_ENDS: Final = [Assumptions(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
 """Extremes of the assumptions."""
 _ROWS: Final = (-0.5, 0.1)
 """Extremes of the exponent of a call's time off its line, for rows beyond the recorded ones. Calls with few rows have
 been up to 1.4 times as long with half of the rows (docs/benchmarks.md, Planned and measured steps)."""
 
 
-def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Pace:
+def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Assumptions = GUESSES) -> Pace:
     """Estimate the costs of calls in a configuration: for each role, from the most similar record.
 
     That is the record with the nearest number of cores per rank and of ranks that share rows, or the first of equal

@@ -31,7 +31,7 @@ _FEW: Final = 10.0
 """The same for what need not succeed."""
 
 
-class Gone(DataError):
+class RequestExpired(DataError):
     """The server has the request or its result no more."""
 
 
@@ -65,7 +65,7 @@ class Client:
         return str(msgspec.json.decode(begun, type=dict[str, object])["request_id"])
 
     async def result_of(self, name: str) -> Made:
-        """Return the result of a request that was taken under this name. Errors as in `ask`, and Gone if it is lost."""
+        """Return the result of a request that was taken under this name. Errors: see `ask`. RequestExpired if it is lost."""
         while True:
             wanted = msgspec.json.encode({"request_id": name})
             answer, kind = await self.ask("/api/v1/retrieve_future", wanted, _JSON)
@@ -91,7 +91,11 @@ class Client:
                 return answer, sent_as
             text = _text(answer)
             if status and status not in (408, 429, 500, 502, 503, 504):
-                raise Gone(f"{self.url}: {text}") if status == HTTPStatus.GONE else _error(self.url, text, "user")
+                raise (
+                    RequestExpired(f"{self.url}: {text}")
+                    if status == HTTPStatus.GONE
+                    else _error(self.url, text, "user")
+                )
             if not why:
                 log.warning(f"{self.url} does not answer, and is asked again", error=text, status=status)
             why = text

@@ -15,7 +15,7 @@ import numpy as np
 from meshrl.algo import Loss
 from meshrl.data import ADAPTER, Batch, LossResult, Metrics, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.remote.client import Client, Gone
+from meshrl.remote.client import Client, RequestExpired
 from meshrl.remote.messages import Call, Generate, Made, Named, Packed, Verb
 from meshrl.roles import Policy, PolicyConfig, Sampler, Sampling, Step, places_of
 
@@ -243,7 +243,7 @@ class RemoteSampler(Sampler):
     async def _generated(self, request: bytes) -> Made:
         """Return the rows of a call, which a server that began again, or had no room for them, draws again."""
         while True:
-            with suppress(Gone):
+            with suppress(RequestExpired):
                 return await self._client.result("meshrl/generate", request)
 
     async def load(self, weights: Weights) -> Batch:

@@ -14,7 +14,7 @@ from meshrl import log
 from meshrl.errors import MeshrlError
 from meshrl.events import EventLog, Pending, waiting
 from meshrl.mesh import running_calls, slow_calls
-from meshrl.observe import CONTROL, LOOKS, NOW, PAUSED, REQUESTS, Command, Now, Runs, Waits, requested_at
+from meshrl.observe import CONTROL, LOOKS, NOW, PAUSED, REQUESTS, Command, Runs, RunStatus, Waits, requested_at
 from meshrl.run.folder import part_of, write_whole
 from meshrl.run.health import resident_bytes
 
@@ -62,11 +62,11 @@ class Watch:
                 return
 
 
-def _now(events: EventLog) -> Now:
+def _now(events: EventLog) -> RunStatus:
     at = events.now()
     pending = [each for each in list(Pending.table.values()) if each.to is events][:_MOST]
     calls = sorted(running_calls(), key=lambda call: -call[2])[:_MOST]
-    return Now(
+    return RunStatus(
         round(at, 1),
         [Waits(each.who, each.what, _blocked_by(each)[:_TEXT], round(at - each.began, 1)) for each in pending],
         [Runs(where, ranks[:_TEXT], round(seconds, 1)) for where, ranks, seconds in calls],

@@ -13,7 +13,7 @@ import pytest
 from meshrl import Gather, Mesh, Weights, at, endpoint, respawn
 from meshrl.engines.ray import RayEngine, cluster, refs
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.refs import LARGE, Flow, local_forwarders
+from meshrl.engines.ray.refs import LARGE, ValueStream, local_forwarders
 from meshrl.engines.remote import Place
 from meshrl.errors import RankDied
 from meshrl.mesh import EVERY, Same, pool
@@ -58,7 +58,7 @@ class Model(Numbered):
     @endpoint
     async def hands_on(self) -> Same[bool]:
         gc.collect()
-        return any(isinstance(each, Flow) for each in gc.get_objects())
+        return any(isinstance(each, ValueStream) for each in gc.get_objects())
 
 
 async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died(mesh: Mesh, engine: RayEngine) -> None:

@@ -175,7 +175,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Number of tokens that the model knows."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class FinishedRow(msgspec.Struct, frozen=True):
     """A row that was decoded, or stopped."""
 
     number: int
@@ -190,7 +190,7 @@ class Done(msgspec.Struct, frozen=True):
     @classmethod
     def of(
         cls, number: int, tokens: list[int], logprobs: list[float], spans: list[tuple[int, int]], reason: str
-    ) -> "Done":
+    ) -> "FinishedRow":
         """Make it from numbers."""
         return cls(
             number, np.array(tokens, np.int32).tobytes(), np.array(logprobs, np.float32).tobytes(), spans, reason
@@ -200,7 +200,7 @@ class Done(msgspec.Struct, frozen=True):
 class Rows(msgspec.Struct, frozen=True, tag=True):
     """Rows that left the engine."""
 
-    done: list[Done]
+    done: list[FinishedRow]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -291,7 +291,7 @@ class Engine(Protocol):
     """Number of tokens that the model knows."""
     steps: int
     """Number of decode steps."""
-    finished: list[Done]
+    finished: list[FinishedRow]
     """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
 
     @property

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from meshrl.errors import ConfigError
 from meshrl.hub import Repository
 from meshrl.roles import LoraConfig
-from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, Pair
+from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, LoraPair
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.vision import eyes_of
 
@@ -35,7 +35,7 @@ def add_adapter(
     """
     adapters, layers = cast("Adapters", model.adapters), _targets(model, config)
     random = torch.Generator().manual_seed(config.seed if config.seed is not None else seed)  # the same on all ranks
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, LoraPair] = {}
     parameters: dict[str, nn.Parameter] = {}
     for path, layer in layers.items():
         embeds, (rows, columns) = _kind_of(layer) is nn.Embedding, _shape_of(layer)
@@ -48,7 +48,7 @@ def add_adapter(
         made = nn.Parameter(down.to(device)), nn.Parameter(up.to(device))
         form = "{}.lora_embedding_{}.{}" if embeds else "{}.lora_{}.{}.weight"
         parameters |= {form.format(path, letter, _DEFAULT): each for letter, each in zip("AB", made, strict=True)}
-        pairs[path] = Pair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
+        pairs[path] = LoraPair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
     made_layers = {path: _adapted(model, adapters, path, layer) for path, layer in layers.items()}
     for path, layer in made_layers.items():
         layer.pairs[name] = pairs[path]

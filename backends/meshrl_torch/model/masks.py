@@ -117,7 +117,7 @@ def _content(branch: Branch) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACES}})}"
 
 
-class _Spelled:
+class _CharacterVocabulary:
     """The vocabulary of a tokenizer whose tokens are the characters that they stand for."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int) -> None:
@@ -248,7 +248,7 @@ def _vocabulary(words: Words) -> "LLTokenizer":
     tokenizer, ends = words.tokenizer, sorted(words.ends)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None):
-            spelled = _Spelled(tokenizer, words.known)
+            spelled = _CharacterVocabulary(tokenizer, words.known)
             return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
         try:
             return from_tokenizer(tokenizer, n_vocab=words.known, eos_token=ends)

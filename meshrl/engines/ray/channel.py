@@ -28,7 +28,17 @@ from ray.exceptions import (
 from meshrl import log
 from meshrl.engines.ray.cluster import Machine, this_machine
 from meshrl.engines.ray.code import Method, settle_in
-from meshrl.engines.ray.refs import Forwarder, Handle, HostRef, Parcel, RayRef, Route, local_forwarders, pack, unpack
+from meshrl.engines.ray.refs import (
+    Forwarder,
+    Handle,
+    HostRef,
+    PackedValue,
+    RayRef,
+    Route,
+    local_forwarders,
+    pack,
+    unpack,
+)
 from meshrl.engines.ray.relay import RELAY, Key, LinkSlot, Relay
 from meshrl.engines.remote import (
     NO_ARGUMENTS,
@@ -90,7 +100,7 @@ class RankProcess:
         self._socket: tuple[str, bytes] | None = None
         self._controller = controller
 
-    async def call(self, call: Call, parcel: Parcel | None = None) -> Parcel | None:
+    async def call(self, call: Call, parcel: PackedValue | None = None) -> PackedValue | None:
         """Call an endpoint, or run a generator to its end."""
         given, lost = NO_ARGUMENTS, None
         if parcel is not None:
@@ -100,7 +110,7 @@ class RankProcess:
                 given, lost = cast("Arguments", None), error
         return pack(await self._host.call(call, given, lost))
 
-    async def request(self, service: Service, arguments: Parcel | None = None) -> Parcel | None:
+    async def request(self, service: Service, arguments: PackedValue | None = None) -> PackedValue | None:
         """Answer a request of a `Channel`."""
         if service == "place":
             return pack(await self._place())
@@ -305,7 +315,7 @@ _arriving: set[asyncio.Task[None]] = set()
 
 async def _answer(sent: Awaitable[object]) -> object:
     try:
-        parcel = cast("Parcel | None", await sent)
+        parcel = cast("PackedValue | None", await sent)
     except ActorUnavailableError as error:
         raise _OutcomeUnknown(
             "the connection to it broke, and with it went the answer: whether the call has run is not known, so the "

@@ -57,7 +57,7 @@ local_forwarders: Final[list[Forwarder]] = []
 """Ranks of this machine that forward its values. If this process is one, it comes first."""
 
 
-class Parcel(NamedTuple):
+class PackedValue(NamedTuple):
     """A value in transit."""
 
     head: bytes
@@ -90,7 +90,7 @@ def addressee() -> Forwarder | None:
     return to
 
 
-def pack(value: object, to: Forwarder | None = None) -> Parcel | None:
+def pack(value: object, to: Forwarder | None = None) -> PackedValue | None:
     """Pack a value for a rank. None stays None."""
     if value is None:
         return None
@@ -98,10 +98,10 @@ def pack(value: object, to: Forwarder | None = None) -> Parcel | None:
     file, buffers, refs = io.BytesIO(), list[pickle.PickleBuffer](), list["ObjectRef[object]"]()
     with _carrying(refs, to):
         Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Parcel(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
+    return PackedValue(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
 
 
-def unpack(parcel: Parcel | None) -> object:
+def unpack(parcel: PackedValue | None) -> object:
     """Unpack the value, with read-only arrays."""
     if parcel is None:
         return None
@@ -177,7 +177,7 @@ def available() -> bool:
     return find_spec("torch") is not None
 
 
-class Flow:
+class ValueStream:
     """The bytes of a value, which are here or arrive."""
 
     def __init__(self, head: bytes, buffers: Sequence[Bytes], *, here: bool) -> None:
@@ -279,7 +279,7 @@ class RayRef(Ref):
             await asyncio.gather(*(each.come() for each in elsewhere))
         mapped = {each: each.ref for each in wanted if not each.is_near}
         try:  # mapping what is on this machine at once is faster than awaiting each
-            parcels = dict(zip(mapped, cast("list[Parcel]", ray.get(list(mapped.values()))), strict=True))
+            parcels = dict(zip(mapped, cast("list[PackedValue]", ray.get(list(mapped.values()))), strict=True))
             return [unpack(parcels[each]) if each in parcels else each.mapped() for each in wanted]
         except ObjectLostError:
             return [each.mapped() for each in wanted]  # one of these reports where it was
@@ -323,7 +323,7 @@ class RayRef(Ref):
         if self._near is not None:
             return self._near.value()
         try:
-            return unpack(cast("Parcel", ray.get(self.ref)))
+            return unpack(cast("PackedValue", ray.get(self.ref)))
         except ObjectLostError as error:
             reason = f"the rank has died or was stopped ({type(error).__name__})"
             raise DataLost(self._where, reason) from None

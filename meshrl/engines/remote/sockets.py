@@ -72,13 +72,13 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
     """True if the value is a text that says why the question was lost."""
 
 
-class Taken(msgspec.Struct, array_like=True, tag="t", frozen=True):
+class Acknowledgement(msgspec.Struct, array_like=True, tag="t", frozen=True):
     """Confirms that the reader has leased the answer's shared memory."""
 
     number: int
 
 
-Frame: TypeAlias = Question | Answer | Taken
+Frame: TypeAlias = Question | Answer | Acknowledgement
 encode: Final[Callable[[object], bytes]] = msgspec.msgpack.Encoder().encode
 decode: Final[Callable[[Buffer], Frame]] = msgspec.msgpack.Decoder(Frame).decode
 
@@ -391,7 +391,7 @@ class _Client:
             error = MessageLost("".join(traceback.format_exception_only(failure)).strip())
         reply.arrive(value, error)
         if answer.leased and self._connection is not None:
-            self._connection.send(encode(Taken(answer.number)))
+            self._connection.send(encode(Acknowledgement(answer.number)))
 
     def _ended(self) -> None:
         """The process is gone. Tell waiting tasks how it ended, if that is known in a moment."""
@@ -488,7 +488,7 @@ class _Peer:
             self._connection.most = LONGEST
             return
         message = decode(frame)
-        if isinstance(message, Taken):
+        if isinstance(message, Acknowledgement):
             self._kept.pop(message.number, None)
         elif isinstance(message, Question):
             arguments, lost = None, None
