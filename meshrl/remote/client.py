@@ -65,7 +65,7 @@ class Client:
         return str(msgspec.json.decode(begun, type=dict[str, object])["request_id"])
 
     async def result_of(self, name: str) -> Made:
-        """Return the result of a request that was taken under this name. Errors: see `ask`. RequestExpired if it is lost."""
+        """Return the result of a request taken under this name. Errors: see `ask`, and RequestExpired if it is lost."""
         while True:
             wanted = msgspec.json.encode({"request_id": name})
             answer, kind = await self.ask("/api/v1/retrieve_future", wanted, _JSON)
