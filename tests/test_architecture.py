@@ -137,7 +137,9 @@ def exports(door: Path) -> set[str]:
 def is_exported(name: str, room: str) -> bool:
     """Whether an imported name is one that a room exports, not one of its modules; a file exports all."""
     file = ROOT / f"meshrl/{room}.py"
-    return file.is_file() or name.removeprefix(f"meshrl.{room}.") in exports(ROOT / f"meshrl/{room}/__init__.py")
+    return file.is_file() or name.removeprefix(f"meshrl.{room}.") in exports(
+        ROOT / f"meshrl/{room.replace('.', '/')}/__init__.py"
+    )
 
 
 def is_private(name: str) -> bool:

@@ -183,10 +183,7 @@ class BoundEndpoint:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def stream(
-        self,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        scattered: Scattered | None = None,
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], scattered: Scattered | None = None
     ) -> AsyncGenerator[object]:
         """Yield the values of a call. `scattered`: the result of `requests`, if it is known."""
         it, axes = self.deployment, self.endpoint.result.axes
@@ -373,9 +370,7 @@ def _sizes(arguments: Iterable[object]) -> tuple[int | None, int | None]:
     return sum(map(len, batches)) if batches else None, sum(tokens) if tokens else None
 
 
-def each(
-    endpoint: Callable[P, Coroutine[object, Never, R]],
-) -> Callable[P, Coroutine[object, Never, list[R]]]:
+def each(endpoint: Callable[P, Coroutine[object, Never, R]]) -> Callable[P, Coroutine[object, Never, list[R]]]:
     """Call an endpoint without joining its results: returns a list with one result for each rank.
 
     `results = await each(policy.update)(batch)`. Raises ContractError for an endpoint that is a stream.

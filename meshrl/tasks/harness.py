@@ -91,11 +91,7 @@ def _rows_of(name: str, task: Any, given: TaskOptions) -> Iterator[dict[str, obj
                 f"{NAME}:{task.config.task}, row {number}: its prompt with {shots} examples cannot be made: "
                 f"{described(error)}: lower task.options.num_fewshot, or give rows with the dataset's columns"
             ) from error
-        yield {
-            "question": prompt,
-            "answer": answer,
-            NAME: {"source": name, "task": task.config.task, "doc": dict(doc)},
-        }
+        yield {"question": prompt, "answer": answer, NAME: {"source": name, "task": task.config.task, "doc": dict(doc)}}
 
 
 def settings_of(name: str, options: _Options) -> Settings:

@@ -122,8 +122,7 @@ class Witness(Policy):
         )
         old = [row for row in self.rows if row.published > ahead]
         require(
-            not old,
-            f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}",
+            not old, f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}"
         )
         require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
         counts = Counter((row.group, row.step) for row in self.rows)

@@ -187,11 +187,7 @@ class LanguageModel(Words):
 
 
 def in_chunks(
-    compute: Callable[..., Tensor],
-    columns: int,
-    hidden: Tensor,
-    chosen: Tensor,
-    *others: Tensor | None,
+    compute: Callable[..., Tensor], columns: int, hidden: Tensor, chosen: Tensor, *others: Tensor | None
 ) -> Tensor:
     """Return `compute(hidden, chosen, *others)`, whose logits of all columns are at most MAX_LOGITS at once.
 

@@ -176,11 +176,7 @@ class _Results:
     """The results of one call on several ranks. Only the last one wakes the caller."""
 
     def __init__(
-        self,
-        caller: asyncio.AbstractEventLoop,
-        count: int,
-        finish: Callable[[object], object],
-        seen: OnSpan | None,
+        self, caller: asyncio.AbstractEventLoop, count: int, finish: Callable[[object], object], seen: OnSpan | None
     ) -> None:
         self.seen = seen
         self.done: asyncio.Future[list[object]] = caller.create_future()

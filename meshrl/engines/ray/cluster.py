@@ -272,11 +272,7 @@ async def _connect(address: str | None) -> _Link:
         try:
             with _own_token(), _own_sigterm():
                 ray.init(
-                    "local",
-                    num_cpus=cores,
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=folder,
+                    "local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder
                 )
         except Exception as error:
             seconds = f"within {time.monotonic() - began:.0f} s"

@@ -21,15 +21,7 @@ from ray.exceptions import ObjectLostError, RayError
 from meshrl import log
 from meshrl.engines.ray.cluster import Machine
 from meshrl.engines.ray.code import Method
-from meshrl.engines.remote import (
-    PROBES,
-    Pickler,
-    PoolRef,
-    ProcessExited,
-    Reply,
-    monitor_of,
-    register_pickler,
-)
+from meshrl.engines.remote import PROBES, Pickler, PoolRef, ProcessExited, Reply, monitor_of, register_pickler
 from meshrl.errors import DataLost, MeshStopped
 from meshrl.mesh import Bytes, ForAll, NotHere, Ref, is_in_transit, seal_arrays
 from meshrl.user_code import pickle_scripts_by_value
