@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = ("errors", "config", "events", "hub", "log", "supervisor", "tags", "user_code")
+BASE = ("errors", "config", "events", "http_server", "hub", "log", "supervisor", "tags", "user_code")
 """What every room may use, of which each may use the others."""
 
 ROOMS = {

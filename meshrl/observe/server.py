@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeAlias, cast, get_args
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl import log
 from meshrl.errors import ConfigError
+from meshrl.http_server import HttpServer, listen
 from meshrl.observe.live import LiveRun
 from meshrl.observe.page import SCRIPTS, STYLES, html_page, joined
 from meshrl.observe.run_files import Command, ask
@@ -99,12 +100,11 @@ class Watcher:
         Raises ConfigError if the requested port is taken.
         """
         listening, self._is_closing = _listening(port), False
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, ws="none", server_header=False
         )
-        server = _Server(config)
+        server = HttpServer(config)
         task = asyncio.create_task(server.serve([listening]))
         try:
             yield self
@@ -255,21 +255,13 @@ def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, byt
     return _changes(before, {**first, "notes": [*notes, f"The page stands still, as {message}"]})
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the command."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 def _listening(port: int | None) -> socket.socket:
     try:
-        return socket.create_server((_HOST, _PORT if port is None else port), backlog=64)
-    except OSError as error:
+        return listen(_HOST, _PORT if port is None else port, "choose another one with --port")
+    except ConfigError:
         if port is None:
-            return socket.create_server((_HOST, 0), backlog=64)
-        raise ConfigError(f"port {port} of {_HOST}: {error.strerror}: choose another one with --port") from error
+            return listen(_HOST, 0)
+        raise
 
 
 def _app(watcher: Watcher) -> Starlette:
