@@ -121,11 +121,11 @@ def door(module: str) -> str:
 @cache
 def exports(door: Path) -> set[str]:
     """The names that a door imports as themselves, those that it defines, and those of its `__all__`."""
-    found: set[str] = set()
-    for node in ast.parse(door.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            found.update(alias.name for alias in node.names if alias.asname == alias.name)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    tree = ast.parse(door.read_text("utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets

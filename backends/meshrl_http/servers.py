@@ -24,11 +24,11 @@ from meshrl import log
 from meshrl.errors import ConfigError, EngineDied, MeshrlError, ModelError, described
 from meshrl.roles import SamplerConfig, Sampling, options_of
 from meshrl_http.client import Client, NoAnswerError
-from meshrl_http.dialects import Ask, Dialect, Piece
+from meshrl_http.dialects import Dialect, DrawRequest, Piece
 from meshrl_http.folders import Folders
-from meshrl_http.found import Found, find, no_weights
 from meshrl_http.options import HttpConfig
 from meshrl_http.row import Decoded
+from meshrl_http.server_discovery import ServerInfo, find, no_weights
 from meshrl_inference.engine_side.loading import Naming, refusal
 from meshrl_inference.engine_side.protocol import (
     Abort,
@@ -77,7 +77,7 @@ class Server:
         self.client: Final = client
         self.url: Final = client.url
         self._slots = slots
-        self.found: Found
+        self.info: ServerInfo
         """Its properties, which are asked for before anything else."""
         self.running: Final[dict[str, Running]] = {}
         """Requests for rows, by name."""
@@ -95,7 +95,7 @@ class Server:
     @property
     def dialect(self) -> Dialect:
         """Its kind of requests."""
-        return self.found.dialect
+        return self.info.dialect
 
     @property
     def has_room(self) -> bool:
@@ -196,22 +196,22 @@ class Servers(EngineConnection):
     async def _know(self, server: Server) -> None:
         patience = self._options.patience
         try:
-            server.found = await server.insist(lambda: find(server.client, self._options.model), patience)
+            server.info = await server.insist(lambda: find(server.client, self._options.model), patience)
         except NoAnswerError:
             raise silent([server], patience) from None
-        log.info(f"{server.url}: {server.found}")
-        if self._folders and not server.found.takes_weights:
+        log.info(f"{server.url}: {server.info}")
+        if self._folders and not server.info.takes_weights:
             raise ConfigError(no_weights(server.url))
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence that all of them accept."""
-        return min((each.found.longest for each in self._servers if each.found.longest), default=1 << 62)
+        return min((each.info.longest for each in self._servers if each.info.longest), default=1 << 62)
 
     def check(self, sampling: Sampling) -> None:
         """Raise DataError if a server cannot sample this way."""
         for server in self._servers:
-            server.found.check(server.url, sampling)
+            server.info.check(server.url, sampling)
 
     def send(self, order: Order) -> None:
         """Send an order. Raises the error that ended the servers' use."""
@@ -281,16 +281,16 @@ class Servers(EngineConnection):
             if not free:
                 return
             server, row = min(free, key=lambda each: len(each.running)), self._waiting.popleft()
-            ask = row.ask(self._session, f"{self._session}-{self._gifts}")
-            task = self._task(self._decode(server, row, ask))
+            request = row.request(self._session, f"{self._session}-{self._gifts}")
+            task = self._task(self._decode(server, row, request))
             self._tasks.add(task)
-            server.running[ask.name] = Running(row.row.number, task)
-            task.add_done_callback(partial(self._decoded, server, row, ask.name))
+            server.running[request.name] = Running(row.row.number, task)
+            task.add_done_callback(partial(self._decoded, server, row, request.name))
 
-    async def _decode(self, server: Server, row: Decoded, ask: Ask) -> None:
+    async def _decode(self, server: Server, row: Decoded, request: DrawRequest) -> None:
         """Let a server decode a row to its end. If cancelled, the row keeps its earlier tokens."""
         try:
-            piece = await self._drawn(server, row, ask)
+            piece = await self._drawn(server, row, request)
         except NoAnswerError as error:
             self._no_answer(server, error)
         else:
@@ -305,10 +305,10 @@ class Servers(EngineConnection):
                 self._go_on(row)
             self._fill()
 
-    async def _drawn(self, server: Server, row: Decoded, ask: Ask) -> Piece:
+    async def _drawn(self, server: Server, row: Decoded, request: DrawRequest) -> Piece:
         """Return what a server samples. ModelError if it used other weights than it was given."""
         await self._make_sure(server)
-        piece = await server.dialect.draw(server.client, server.found.model, ask)
+        piece = await server.dialect.draw(server.client, server.info.model, request)
         if self._given and piece.tag not in (None, self._tag):
             raise ModelError(
                 f"{server.url} has drawn with the weights {piece.tag!r}, and was given {self._tag!r}: another program "
@@ -449,7 +449,7 @@ class Servers(EngineConnection):
                     f"{server.url} has other weights than it was given, as after a restart: weights are sent again"
                 )
             await self._update(server)
-            read = [dialect.read(client, server.found.model, tokens, f"{self._tag}-probe") for tokens in self._probe]
+            read = [dialect.read(client, server.info.model, tokens, f"{self._tag}-probe") for tokens in self._probe]
             values = [value for row in await asyncio.gather(*read) for value in row]
             self._read = self._read or values
             apart = float(np.abs(np.subtract(values, self._read)).mean()) if values else 0.0

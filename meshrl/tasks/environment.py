@@ -20,7 +20,7 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
-from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function
+from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function, nothing
 from meshrl.tasks.images import file_in
 from meshrl.tasks.sandboxes import Sandboxes, check_sandbox, started
 from meshrl.tasks.sources import Row
@@ -153,7 +153,7 @@ class FunctionEnvironment(Environment):
                 await self._drop(numbers[index])  # it is begun again
                 self._running.add(numbers[index])
                 if self._has_sandbox:
-                    await started(self._code.call("start", numbers[index], check=_nothing), "environment.turn_timeout")
+                    await started(self._code.call("start", numbers[index], check=nothing), "environment.turn_timeout")
                 return await self._code.call("reset", numbers[index], copy.deepcopy(row), check=_prompt)
 
             try:
@@ -204,7 +204,7 @@ class FunctionEnvironment(Environment):
             return None
         self._running.remove(number)
         try:
-            await self._code.call("close", number, check=_nothing)
+            await self._code.call("close", number, check=nothing)
         except RAISED as error:
             unless_cancelled(error)
             return self._errors.describe(error)
@@ -345,10 +345,6 @@ def _with_images(batch: Batch, name: str, shown: Sequence[_ObservedText]) -> Bat
 
 def _prompt(value: object) -> _ObservedText:
     return _shown(value, "reset")
-
-
-def _nothing(value: object) -> None:
-    """Whatever `close` returns."""
 
 
 def _shown(value: object, what: str) -> _ObservedText:

@@ -324,16 +324,16 @@ async def _in_sandbox(code: UserCode | CodeHere, at: int, prompt: str, completio
     """Judge a row by a function that may take a sandbox."""
     number = next(_numbers)
     try:
-        await started(code.call("prepare", at, number, check=_nothing), _LIMIT)
+        await started(code.call("prepare", at, number, check=nothing), _LIMIT)
         return await code.call("judge", at, prompt, completion, row, number, check=finite)
     finally:
-        await code.call("stop", number, check=_nothing)
+        await code.call("stop", number, check=nothing)
 
 
 _numbers: Final = count()
 
 
-def _nothing(value: object) -> None:
+def nothing(value: object) -> None:
     """Whatever is returned."""
 
 

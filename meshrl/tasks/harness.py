@@ -19,7 +19,7 @@ from pydantic import Field
 
 from meshrl import log
 from meshrl.config import Config, Table, validate
-from meshrl.errors import ConfigError, DataError, MachineFault, described, did_you_mean
+from meshrl.errors import ConfigError, DataError, described, did_you_mean
 from meshrl.tasks.sandbox import check_safe, run_tests_here
 
 NAME: Final = "lm_eval"
@@ -480,15 +480,12 @@ class _CodeEval:
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: object
     ) -> tuple[dict[str, float], dict[int, object]]:
         """Return the share of programs that pass their tests, as `pass@1`. MachineFault if the sandbox did not work."""
-        right = [_passes(code, tests) for tests, codes in zip(references, predictions, strict=True) for code in codes]
+        right = [
+            run_tests_here(code, [tests]).passed()
+            for tests, codes in zip(references, predictions, strict=True)
+            for code in codes
+        ]
         return {f"pass@{each}": sum(right) / len(right) for each in k if each == 1}, {}
-
-
-def _passes(code: str, tests: str) -> bool:
-    result = run_tests_here(code, [tests])
-    if result.outcome == "error":
-        raise MachineFault(f"the sandbox did not work: {result.output[-400:].strip()}")
-    return result.outcome == "passed"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from meshrl import log
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, ModelError
 from meshrl.roles import RoleConfig, Sampling, options_of
 from meshrl_http.client import Client, NoAnswerError
-from meshrl_http.dialects import DIALECTS, Ask, Dialect
+from meshrl_http.dialects import DIALECTS, Dialect, DrawRequest
 from meshrl_http.options import HttpConfig
 from meshrl_inference.options import check_temperature
 
@@ -26,7 +26,7 @@ _APART: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class ServerInfo:
     """A server's properties."""
 
     dialect: Dialect
@@ -82,7 +82,7 @@ class Found:
             )
 
 
-async def find(client: Client, wanted: str | None) -> Found:
+async def find(client: Client, wanted: str | None) -> ServerInfo:
     """Query a server. `wanted`: the name of the model to look for, if any.
 
     NoAnswerError if it does not answer, ModelError if it cannot be used.
@@ -107,7 +107,7 @@ async def find(client: Client, wanted: str | None) -> Found:
             "server, and other servers do not return the token ids and log-probs that training needs"
         )
     tempered, whole = await _probe_logprobs(client, dialect, model)
-    return Found(
+    return ServerInfo(
         dialect,
         await dialect.version(client),
         model,
@@ -130,8 +130,8 @@ async def _probe_logprobs(client: Client, dialect: Dialect, model: str) -> tuple
     async def apart(number: int, temperature: float, top_k: int) -> tuple[float, float]:
         prompt: list[int] = numbers[number].tolist()
         name = f"meshrl-{np.random.default_rng().integers(1 << 62)}"
-        ask = Ask(name, prompt, 1, temperature=temperature, top_k=top_k, seed=number, salt=name)
-        piece = await dialect.draw(client, model, ask)
+        request = DrawRequest(name, prompt, 1, temperature=temperature, top_k=top_k, seed=number, salt=name)
+        piece = await dialect.draw(client, model, request)
         read = (await dialect.read(client, model, [*prompt, *piece.tokens[:1]], name))[-1]
         return abs(piece.logprobs[0] - read), -read
 
@@ -168,8 +168,8 @@ def no_weights(url: str) -> str:
     )
 
 
-def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
-    async def one(url: str) -> Found:
+def _find_all(options: HttpConfig, key: str | None) -> Sequence[ServerInfo]:
+    async def one(url: str) -> ServerInfo:
         async with aclosing(Client(url, key, 2 * _TRIED)) as client:
             try:
                 return await find(client, options.model)
@@ -180,7 +180,7 @@ def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
             except MeshrlError as error:
                 raise BackendError(str(error)) from None
 
-    async def every() -> Sequence[Found]:
+    async def every() -> Sequence[ServerInfo]:
         return await asyncio.gather(*map(one, options.urls))
 
     return asyncio.run(every())
