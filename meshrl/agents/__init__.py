@@ -28,7 +28,6 @@ from meshrl.agents.conversation import (
 )
 from meshrl.agents.formats import NAME as NAME, CallForm as CallForm, families as families, form_of as form_of
 
-
 if TYPE_CHECKING:
     from meshrl.agents.agent import Agent as Agent, Episode as Episode
     from meshrl.agents.gateway import Gateway as Gateway, GatewayConfig as GatewayConfig, Session as Session

@@ -34,7 +34,6 @@ from meshrl.testing.latency import (
 )
 from meshrl.testing.scripted import ScriptedChat as ScriptedChat, ScriptedSampler as ScriptedSampler
 
-
 CHAT = "meshrl.testing.scripted:read_chat"
 COUNTS = "meshrl.testing.fakes:count_rows"
 MODELS = "ignored"
