@@ -83,7 +83,7 @@ class _VllmEngine:
 
             self._images = ImageFeatures(self._engine, settings.image_token)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        self._engine.collective_rpc("tell_whole")
+        self._engine.collective_rpc("return_whole_logprobs")
         if settings.adapters:
             self._engine.collective_rpc("leave_rows_without")
         self._engine.set_weight_version("0")
@@ -172,7 +172,7 @@ class _VllmEngine:
         self._engine.collective_rpc("update_weights", kwargs={"update_info": update})
         self._engine.collective_rpc("finish_weight_update")
         is_broadcast = order.manifest is not None
-        outcome = Outcome.of_all(self._engine.collective_rpc("tell_outcome")) if is_broadcast else IN_SHARED_MEMORY
+        outcome = Outcome.of_all(self._engine.collective_rpc("broadcast_outcome")) if is_broadcast else IN_SHARED_MEMORY
         if outcome.transport:
             self._in_use(order)
         if outcome.transport or not outcome.begun:  # else some weights are new and others old

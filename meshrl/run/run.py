@@ -394,7 +394,7 @@ class Run:
             self._events.emit(Gauge(name, self._events.now(), value))
         return {name: value for name, value in found.items() if name.startswith(SPEED)}
 
-    def _tell(self, events: Sequence[Event], began: float) -> None:
+    def _report_events(self, events: Sequence[Event], began: float) -> None:
         if self._counts:
             try:
                 self._health.see(events)
@@ -426,7 +426,7 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._tell)
+        self._events = EventLog(self.recorder.folder / "events.jsonl", listener=self._report_events)
         self._step_began = self.recorder.began = self._events.began
         if self._metrics_server:
             self._metrics_server.start()

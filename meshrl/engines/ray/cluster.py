@@ -183,7 +183,7 @@ class Cluster:
         # A daemon thread, because threads of the loop would keep this process from ending before the answer.
         Thread(target=_answer, args=(question, answer), name="meshrl-ray-head", daemon=True).start()
         waits: list[asyncio.Task[object]] = [
-            asyncio.create_task(_heard(answer)),
+            asyncio.create_task(_completed(answer)),
             asyncio.create_task(self._gone.wait()),
         ]
         try:
@@ -237,7 +237,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-async def _heard(answer: "Future[T]") -> None:
+async def _completed(answer: "Future[T]") -> None:
     await asyncio.wrap_future(answer)
 
 
