@@ -187,7 +187,7 @@ class EventLog:
     def __init__(
         self, path: Path, most: int = 1 << 28, listener: Callable[[Sequence[Event], float], None] | None = None
     ) -> None:
-        """`most`: bytes of both files together. `listener`: gets new events, and their start in Unix seconds."""
+        """`most`: bytes of both files together. `listener`: gets new events, and the log's start in Unix seconds."""
         self.began: float = clock()
         """The start of the run on the event loop's clock."""
         self._since = time.time()
