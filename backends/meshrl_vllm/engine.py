@@ -79,7 +79,7 @@ class _VllmEngine:
         self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
         self._images = None
         if settings.image_token is not None:
-            from meshrl_vllm.seeing import ImageFeatures  # noqa: PLC0415 -- as above
+            from meshrl_vllm.image_features import ImageFeatures  # noqa: PLC0415 -- as above
 
             self._images = ImageFeatures(self._engine, settings.image_token)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})

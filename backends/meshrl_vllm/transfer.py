@@ -21,7 +21,7 @@ from meshrl_torch.wire.manifest import Manifest
 from meshrl_vllm import quantized
 from meshrl_vllm.adapters import leave_rows_without
 from meshrl_vllm.towers import in_tower
-from meshrl_vllm.whole import return_whole_logprobs
+from meshrl_vllm.whole_logprobs import return_whole_logprobs
 
 NAME: Final = "meshrl"
 """vLLM's name of the engine."""

@@ -18,7 +18,7 @@ from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
 from meshrl_torch.train.optimizer import Optimizer
-from meshrl_vllm.whole import return_whole_logprobs
+from meshrl_vllm.whole_logprobs import return_whole_logprobs
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)

@@ -18,7 +18,7 @@ from meshrl.hub import Repository
 from meshrl.roles import LoraConfig
 from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, LoraPair
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.vision import eyes_of
+from meshrl_torch.model.vision import vision_modules
 
 _DEFAULT: Final = "default"
 """The name of an adapter in the names of its tensors, which do not depend on its name here."""
@@ -91,10 +91,8 @@ def _targets(model: LanguageModel, config: LoraConfig) -> Mapping[str, nn.Module
     network = model.network
     modules = {name: each for name, each in network.named_modules() if not name.endswith(BASE_LAYER[:-1])}
     if model.vision is not None and (is_all_linear(config.targets) or not isinstance(config.targets, str)):
-        eyes = tuple(eyes_of(network))
-        modules = {
-            name: each for name, each in modules.items() if not f"{name}.".startswith(tuple(f"{own}." for own in eyes))
-        }
+        vision = tuple(f"{name}." for name in vision_modules(network))
+        modules = {name: each for name, each in modules.items() if not f"{name}.".startswith(vision)}
     layers = {name: each for name, each in modules.items() if isinstance(each, (Adapted, *_KINDS))}
     head = network.get_output_embeddings()
     if is_all_linear(config.targets):

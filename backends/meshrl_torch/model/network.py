@@ -26,7 +26,7 @@ from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, read_padded, stand_in
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
-from meshrl_torch.model.vision import Taken, Vision, eyes_of, images_of
+from meshrl_torch.model.vision import Taken, Vision, images_of, vision_modules
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
@@ -103,7 +103,12 @@ class LanguageModel(Words):
         states = self.layout.read(self.body, ids, positions, attend, images)
         if self.vision is None or not torch.is_grad_enabled():
             return states
-        eyes = (each for module in eyes_of(self.network).values() for each in module.parameters() if each.requires_grad)
+        eyes = (
+            each
+            for module in vision_modules(self.network).values()
+            for each in module.parameters()
+            if each.requires_grad
+        )
         zeros = [each.flatten()[:1].sum() * 0 for each in eyes]  # each has a gradient, also in a pass without images
         return states + torch.stack(zeros).sum().to(states.dtype) if zeros else states
 

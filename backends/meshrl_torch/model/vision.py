@@ -395,7 +395,7 @@ def images_of(batch: Batch) -> Images | None:
     return None
 
 
-def eyes_of(network: PreTrainedModel) -> Mapping[str, nn.Module]:
+def vision_modules(network: PreTrainedModel) -> Mapping[str, nn.Module]:
     """Return the modules of a body that are not its language model, by name: what sees, and what joins the two."""
     decoder = network.get_decoder()
     outer = {name: each for name, each in network.named_modules() if any(own is decoder for own in each.children())}

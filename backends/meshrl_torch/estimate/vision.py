@@ -23,7 +23,7 @@ _SMALL: Final = 64
 """Tokens of an image that is looked at with values."""
 
 
-def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
+def image_memory(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
     """Return the memory that a micro-batch of `budget` tokens needs for its images. It looks at each once.
 
     Each prompt has one, as large as the prompt and the processor allow. Rows are sorted by length, so those of a
