@@ -221,20 +221,20 @@ def _of_lists(old: list[object], new: list[object], shifted: int) -> tuple[Patch
         return SAME, 0
     if not old or not new:
         return [new], 0
-    drop, keep = _kept(old, new, shifted)
+    drop, keep = _best_overlap(old, new, shifted)
     if not drop and len(old) == len(new) and all(isinstance(each, dict) for each in (*old, *new)):
         places = {str(at): _difference(*pair, 0)[0] for at, pair in enumerate(zip(old, new, strict=True))}
         return {at: patch for at, patch in places.items() if patch is not SAME}, 0
     return ([drop, keep, new[keep:]] if keep else [new]), drop
 
 
-def _kept(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
+def _best_overlap(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
     """Return how many elements to drop and how many to keep, such that most are kept."""
     drops = {0, min(shifted, len(old)), old.index(new[0]) if new[0] in old else 0}
-    return max(((drop, _common(old, new, drop)) for drop in drops), key=lambda pair: pair[1])
+    return max(((drop, _equal_elements(old, new, drop)) for drop in drops), key=lambda pair: pair[1])
 
 
-def _common(old: list[object], new: list[object], drop: int) -> int:
+def _equal_elements(old: list[object], new: list[object], drop: int) -> int:
     """Count the equal elements from there on."""
     most = min(len(old) - drop, len(new))
     if old[drop : drop + most] == new[:most]:

@@ -155,7 +155,7 @@ def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, 
     for role, wanted in wanted_places.items():
         had, pace = places[chosen[role]][role], records[chosen[role]].pace
         keys = [key for key in pace.works if key[0] == role]
-        if keys and pace.strict and (unlike := _unlike(had, wanted)):
+        if keys and pace.strict and (unlike := _assumption_of_hardware(had, wanted)):
             notes.append(f"{role}: {unlike}")
         if keys and had.split != wanted.split:
             notes.append(f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}")
@@ -196,7 +196,7 @@ def fit_ends(records: Sequence[RecordedRun], table: Table, cores: int | None = N
     return slow, fast
 
 
-def _unlike(had: Place, wanted: Place) -> str:
+def _assumption_of_hardware(had: Place, wanted: Place) -> str:
     """The assumption that a recorded rank computes like the wanted one, if nothing says so. Or nothing."""
     if had.gpus != wanted.gpus and 0 not in (had.cpus, wanted.cpus):  # a function may have no core
         kinds = "CPU", "GPU"

@@ -86,7 +86,7 @@ class Client:
         """
         since, wait, why = time.monotonic(), _SOON, ""
         while True:
-            status, answer, sent_as = await _apart(partial(self._attempt, path, body, kind, method))
+            status, answer, sent_as = await _in_thread(partial(self._attempt, path, body, kind, method))
             if status == HTTPStatus.OK or (status == HTTPStatus.REQUEST_TIMEOUT and b'"try_again"' in answer):
                 return answer, sent_as
             text = _text(answer)
@@ -120,7 +120,7 @@ class Client:
             return 0, f"{type(error).__name__}: {error}".encode(), _JSON
 
 
-async def _apart(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[[], T]) -> T:
     """Call this in a separate thread. No call waits for others' long polls, and the end of the process for none."""
     made: Future[T] = Future()
 

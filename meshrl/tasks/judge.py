@@ -153,9 +153,9 @@ class Judge:
         questions = list(self._questions(batch))
         collected = [_RowVerdicts() for _ in range(len(batch))]
         for question, answer in zip(questions, await self._answers(questions), strict=True):
-            _take(question, answer, collected)
+            _add_verdict(question, answer, collected)
         if self._config.by in ("ranking", "pairs"):
-            _same_for_same(batch, collected)
+            _share_verdicts(batch, collected)
         agreement = np.array([*map(_agreement, collected)], np.float32) if self._config.repeats > 1 else None
         prompts, answers = [each.question for each in collected], [each.answer for each in collected]
         return Judged([*map(_score, collected)], prompts, answers, agreement)
@@ -270,7 +270,7 @@ class Judge:
             log.warning("a judge's answer was not kept", cache=str(self._folder), error=described(error))
 
 
-def _take(question: _Question, answer: _Answer, collected: Sequence[_RowVerdicts]) -> None:
+def _add_verdict(question: _Question, answer: _Answer, collected: Sequence[_RowVerdicts]) -> None:
     """Add the verdict of an answer to the rows that its question shows."""
     found = answer.found
     for at, row in enumerate(question.rows):
@@ -297,7 +297,7 @@ def _verdict(answer: str, shown: int, by: By) -> Sequence[float] | None:
     return [1 - place / (shown - 1) for place in places]
 
 
-def _same_for_same(batch: Batch, collected: list[_RowVerdicts]) -> None:
+def _share_verdicts(batch: Batch, collected: list[_RowVerdicts]) -> None:
     """Give rows of one prompt with the same completion the same verdict, and those without a rival the middle one."""
     firsts: dict[tuple[int, str], int] = {}
     texts = [*map(str, batch.objects("completion"))]

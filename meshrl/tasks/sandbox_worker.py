@@ -157,14 +157,16 @@ def _program(architecture: int, place: int, *, anyone: bool) -> Sequence[tuple[i
         calls += [numbers[place] for numbers in _SIGNALS.values()]
     for call in calls:
         lines += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _REFUSE)]
-    lines += _unless(_CLONE[place], (_ANY_BIT, 0, 1, _NEW_SPACES), refused_where=True)
-    lines += _unless(_PRLIMIT[place], (_EQUAL, 0, 1, 0), refused_where=False)
+    lines += _by_first_argument(_CLONE[place], (_ANY_BIT, 0, 1, _NEW_SPACES), refused_where=True)
+    lines += _by_first_argument(_PRLIMIT[place], (_EQUAL, 0, 1, 0), refused_where=False)
     if not anyone:
-        lines += _unless(_TGKILL[place], (_EQUAL, 0, 1, own), refused_where=False)
+        lines += _by_first_argument(_TGKILL[place], (_EQUAL, 0, 1, own), refused_where=False)
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _unless(call: int, test: tuple[int, int, int, int], *, refused_where: bool) -> list[tuple[int, int, int, int]]:
+def _by_first_argument(
+    call: int, test: tuple[int, int, int, int], *, refused_where: bool
+) -> list[tuple[int, int, int, int]]:
     """Allow or refuse a call by its first argument."""
     held, not_held = (_REFUSE, _ALLOW) if refused_where else (_ALLOW, _REFUSE)
     return [

@@ -102,7 +102,7 @@ async def open_sandbox(name: str) -> AsyncGenerator[Sandbox]:
 
 
 async def _begin(name: str) -> Sandbox:
-    sandbox = _made(name)
+    sandbox = _make_sandbox(name)
     try:
         async with asyncio.timeout(_STARTS):
             await sandbox.start()
@@ -122,7 +122,7 @@ async def _end(sandbox: Sandbox) -> None:
         log.warning("a sandbox could not be stopped: look for it yourself", error=described(error))
 
 
-def _made(name: str) -> Sandbox:
+def _make_sandbox(name: str) -> Sandbox:
     kind, _, argument = name.partition(":")
     if name == "local":
         check_safe("the sandbox local", "take one of the kind container:IMAGE")
@@ -166,7 +166,7 @@ def check_sandbox(key: str, name: str, functions: Iterable[Callable[..., object]
     if taking and not name:
         raise ConfigError(f'{taking[0].__qualname__} takes a sandbox: set {key}, such as to "local"')
     if name:
-        _made(name)
+        _make_sandbox(name)
 
 
 def check_awaits(what: str, function: Callable[..., object]) -> None:
@@ -417,7 +417,7 @@ class _Container(_Commands):
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     heard = output.read(client.stdout, apart=True), errors.read(client.stderr)
-                    await asyncio.gather(_fed(client, given), *heard)
+                    await asyncio.gather(_write_input(client, given), *heard)
                     await client.wait()
                     in_time = True
         finally:
@@ -462,7 +462,7 @@ def _read_no_more(process: Process) -> None:
             pipe.close()
 
 
-async def _fed(client: Process, given: bytes) -> None:
+async def _write_input(client: Process, given: bytes) -> None:
     """Write a process's input, as far as it reads it."""
     pipe = cast("asyncio.StreamWriter", client.stdin)
     with suppress(ConnectionError):

@@ -85,7 +85,7 @@ class Worker:
     async def _play(self, request: Json) -> Json:
         """Play an episode. The key is in a variable that harnesses do not inherit."""
         await self._serving()
-        _reach(urlsplit(request["url"]).hostname or "")
+        _bypass_proxy(urlsplit(request["url"]).hostname or "")
         variable = f"{_KEY}{next(self._numbers)}"
         os.environ[variable] = request["key"]
         try:
@@ -163,7 +163,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _reach(host: str) -> None:
+def _bypass_proxy(host: str) -> None:
     """Reach a host without a proxy. Earlier exceptions stay."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [each for each in map(str.strip, given.split(",")) if each]
