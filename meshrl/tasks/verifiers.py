@@ -22,7 +22,7 @@ from weakref import finalize
 from pydantic import Field, JsonValue
 
 from meshrl.config import Config, validate
-from meshrl.errors import ConfigError, DataError, Discard, MeshrlError, described, tells_of_no_room
+from meshrl.errors import ConfigError, DataError, Discard, MeshrlError, described, reports_no_space
 from meshrl.supervisor import supervised
 
 NAME: Final = "verifiers"
@@ -233,7 +233,7 @@ def _value(answer: bytes) -> object:
         raise EpisodeLost("its process has ended")
     message = json.loads(answer)
     if "error" in message:
-        raise (EpisodeLost if tells_of_no_room(message["error"]) else EpisodeFailed)(message["error"])
+        raise (EpisodeLost if reports_no_space(message["error"]) else EpisodeFailed)(message["error"])
     return cast("object", message["value"])
 
 
