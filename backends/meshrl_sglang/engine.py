@@ -231,7 +231,7 @@ class _SglangEngine:
 
         manager = self._manager
         await self._all_sent()
-        sent = self._transfer.Sent(
+        sent = self._transfer.WeightsMessage(
             self._folder, order.buckets, order.manifest, order.together, answers, self._reads_back
         )
         tensors = sent.encode()
