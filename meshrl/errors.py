@@ -150,7 +150,7 @@ class SandboxError(MeshrlError):
     """A sandbox has ended before its episode, or a file of it cannot be read or written."""
 
 
-def tells_of_no_room(text: str) -> bool:
+def reports_no_space(text: str) -> bool:
     """True if a program says that the machine had no space, files, processes or memory for it."""
     return _NO_ROOM_TOLD.search(text) is not None
 
@@ -178,7 +178,7 @@ def is_unknown(error: BaseException) -> bool:
     It is discarded, a fault of the machine, or its text says so. The text may also be what a model wrote.
     """
     causes = (each for each in causes_of(error) if isinstance(each, OSError | RuntimeError))
-    return is_discarded(error) or is_of_machine(error) or any(tells_of_no_room(described(each)) for each in causes)
+    return is_discarded(error) or is_of_machine(error) or any(reports_no_space(described(each)) for each in causes)
 
 
 def is_discarded(error: BaseException) -> bool:

@@ -185,13 +185,13 @@ class EventLog:
     """
 
     def __init__(
-        self, path: Path, most: int = 1 << 28, tell: Callable[[Sequence[Event], float], None] | None = None
+        self, path: Path, most: int = 1 << 28, listener: Callable[[Sequence[Event], float], None] | None = None
     ) -> None:
-        """`most`: bytes of both files together. `tell`: is called with new events, and the start in Unix seconds."""
+        """`most`: bytes of both files together. `listener`: gets new events, and the log's start in Unix seconds."""
         self.began: float = clock()
         """The start of the run on the event loop's clock."""
         self._since = time.time()
-        self._tell = tell
+        self._listener = listener
         self._path = path
         self._room = self._most = most // 2
         self._file = path.open("wb")
@@ -246,8 +246,8 @@ class EventLog:
             self._file.write(lines)
             self._file.flush()
             self._room -= len(lines)
-            if self._tell:
-                self._tell(kept, self._since)
+            if self._listener:
+                self._listener(kept, self._since)
 
     def close(self) -> None:
         """Write the remaining events, and the waits up to now. Later events are ignored."""
@@ -258,7 +258,7 @@ class EventLog:
             self.flush()
         finally:
             self._kept = deque(maxlen=0)
-            self._tell = None  # contexts of tasks may hold the log for longer than the run
+            self._listener = None  # contexts of tasks may hold the log for longer than the run
             self._file.close()
 
 

@@ -113,10 +113,10 @@ def _listen() -> int:
 
 def _watch(child: int, parent: int, ready: int) -> "int | None":
     """Wait for the end of a child, and return its status. None if it has to be ended."""
-    status, asked = _reap(child), False
-    while status is None and not asked and os.getppid() == parent:
+    status, is_signalled = _reap(child), False
+    while status is None and not is_signalled and os.getppid() == parent:
         if select.select([ready], [], [], _LOOK)[0]:
-            asked = any(number != signal.SIGCHLD for number in os.read(ready, 4096))
+            is_signalled = any(number != signal.SIGCHLD for number in os.read(ready, 4096))
         status = _reap(child)
     return status
 

@@ -256,15 +256,15 @@ class FirstErrors:
     def __init__(self, warning: str) -> None:
         """`warning`: the message of the log."""
         self._warning = warning
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def describe(self, error: BaseException) -> str:
         """Return the error as text of at most 500 characters."""
         text = described(error)[:500]
         # The place identifies a mistake. The message may contain a value of the row.
         place = place_of(error)
-        if (kind := f"{type(error).__name__} {place}") not in self._told and not is_discarded(error):
-            self._told.add(kind)
+        if (kind := f"{type(error).__name__} {place}") not in self._reported and not is_discarded(error):
+            self._reported.add(kind)
             log.warning(self._warning, error=text, **({"at": place} if place else {}))
         return text
 

@@ -1,7 +1,6 @@
 """The rooms of the house: imports go one way, as the tour says, no backend's library is loaded, files stay small."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-BASE = ("errors", "config", "events", "hub", "log", "supervisor", "tags", "user_code")
+BASE = ("errors", "config", "events", "http_server", "hub", "log", "supervisor", "tags", "user_code")
 """What every room may use, of which each may use the others."""
 
 ROOMS = {
@@ -119,11 +118,28 @@ def door(module: str) -> str:
     return ".".join(parts[:2]) if is_door(CORE[".".join(parts[:2])]) else parts[0]
 
 
+@cache
+def exports(door: Path) -> set[str]:
+    """The names that a door imports as themselves, those that it defines, and those of its `__all__`."""
+    tree = ast.parse(door.read_text("utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            names = [each.id for each in targets if isinstance(each, ast.Name)]
+            found.update(ast.literal_eval(node.value) if node.value and names == ["__all__"] else names)
+    return found
+
+
 def is_exported(name: str, room: str) -> bool:
-    """Whether an imported name is in the `__all__` of a room, not one of its modules; a file exports all."""
-    return (ROOT / f"meshrl/{room}.py").is_file() or name.removeprefix(f"meshrl.{room}.") in importlib.import_module(
-        f"meshrl.{room}"
-    ).__all__
+    """Whether an imported name is one that a room exports, not one of its modules; a file exports all."""
+    file = ROOT / f"meshrl/{room}.py"
+    return file.is_file() or name.removeprefix(f"meshrl.{room}.") in exports(
+        ROOT / f"meshrl/{room.replace('.', '/')}/__init__.py"
+    )
 
 
 def is_private(name: str) -> bool:

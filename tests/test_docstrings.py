@@ -72,13 +72,11 @@ def definition(path: Path, name: str) -> Found | None:
 
 
 def exported() -> Iterator[Found]:
-    """The functions and classes in the `__all__` of each package, and what the classes inherit from."""
+    """The functions and classes that each package gives, and what the classes inherit from."""
     for path in (path for folder in ("meshrl", "backends") for path in sorted((ROOT / folder).rglob("__init__.py"))):
-        everything = definition(path, "__all__")
-        if everything and isinstance(everything.node, ast.Assign):
-            for name in ast.literal_eval(everything.node.value):
-                if found := definition(path, name):
-                    yield from lineage(found)
+        for name in names(path):
+            if not name.startswith("_") and (found := definition(path, name)):
+                yield from lineage(found)
 
 
 def lineage(found: Found) -> Iterator[Found]:

@@ -15,7 +15,7 @@ ROLES: Final = {"Sampler": "meshrl_http.sampler:HttpSampler"}
 OPTIONS: Final = {"Sampler": "meshrl_http.options:HttpConfig"}
 """The schema of the backend's options: the table `http` in the role's."""
 
-NEEDS: Final = "meshrl_http.found:check_servers"
+NEEDS: Final = "meshrl_http.server_discovery:check_servers"
 """Queries the servers in a table, and refuses it if one cannot be used."""
 
 BLIND: Final = True

@@ -80,11 +80,11 @@ class Client:
         Without `seconds` there is no time limit, as long as the server answers quick requests in between. NoAnswerError
         if the next attempt may succeed, RefusedError if it will not.
         """
-        asked = self._ask("POST", path, msgspec.json.encode(body), seconds)
-        return await (asked if seconds else self._watched(asked))
+        request = self._ask("POST", path, msgspec.json.encode(body), seconds)
+        return await (request if seconds else self._watched(request))
 
-    async def _watched(self, asked: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.ensure_future(asked)
+    async def _watched(self, request: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.ensure_future(request)
         try:
             while not (await asyncio.wait({task}, timeout=SHORT))[0]:
                 await self._look()

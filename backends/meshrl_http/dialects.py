@@ -13,7 +13,7 @@ from meshrl_http.client import SHORT, Client, NoAnswerError, RefusedError
 
 
 @dataclass(frozen=True)
-class Ask:
+class DrawRequest:
     """Tokens to continue, and how to sample."""
 
     name: str
@@ -68,7 +68,7 @@ class Dialect(Protocol):
         """Return the tag of its weights. None if it cannot load others."""
         ...
 
-    async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
+    async def draw(self, client: Client, model: str, request: DrawRequest) -> Piece:
         """Continue tokens."""
         ...
 
@@ -108,14 +108,14 @@ class _Vllm:
                 return None
             raise
 
-    async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        (choice,) = (await client.post("/v1/completions", _completion(model, ask)))["choices"]
+    async def draw(self, client: Client, model: str, request: DrawRequest) -> Piece:
+        (choice,) = (await client.post("/v1/completions", _completion(model, request)))["choices"]
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        return _piece(client, ask, tokens, logprobs, choice["finish_reason"])
+        return _piece(client, request, tokens, logprobs, choice["finish_reason"])
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        ask = Ask(f"{salt} probe", tokens, 1, temperature=0, salt=salt)
-        (choice,) = (await client.post("/v1/completions", {**_completion(model, ask), "echo": True}))["choices"]
+        request = DrawRequest(f"{salt} probe", tokens, 1, temperature=0, salt=salt)
+        (choice,) = (await client.post("/v1/completions", {**_completion(model, request), "echo": True}))["choices"]
         values = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         return _values(client, values[1 : len(tokens)], tokens)
 
@@ -152,16 +152,16 @@ class _Sglang:
     async def tag(self, client: Client) -> str | None:
         return str((await client.get("/model_info"))["weight_version"])
 
-    async def draw(self, client: Client, model: str, ask: Ask) -> Piece:
-        facts = (await self._generate(client, ask))["meta_info"]
+    async def draw(self, client: Client, model: str, request: DrawRequest) -> Piece:
+        facts = (await self._generate(client, request))["meta_info"]
         pairs = facts.get("output_token_logprobs")
         tokens, logprobs = ([pair[at] for pair in pairs] if pairs is not None else None for at in (1, 0))
         reason = (facts.get("finish_reason") or {}).get("type", "abort")
-        return _piece(client, ask, tokens, logprobs, reason, facts.get("weight_version"))
+        return _piece(client, request, tokens, logprobs, reason, facts.get("weight_version"))
 
     async def read(self, client: Client, model: str, tokens: Sequence[int], salt: str) -> list[float]:
-        ask = Ask("", tokens, 1, temperature=0, salt=salt)
-        facts = (await self._generate(client, ask, logprob_start_len=0))["meta_info"]
+        request = DrawRequest("", tokens, 1, temperature=0, salt=salt)
+        facts = (await self._generate(client, request, logprob_start_len=0))["meta_info"]
         return _values(client, [pair[0] for pair in facts.get("input_token_logprobs", ())][1:], tokens)
 
     async def abort(self, client: Client, names: Sequence[str]) -> bool:
@@ -175,27 +175,27 @@ class _Sglang:
         if not answer["success"]:
             raise ModelError(f"{client.url} does not take weights: {answer['message']}")
 
-    async def _generate(self, client: Client, ask: Ask, **more: object) -> Any:
+    async def _generate(self, client: Client, request: DrawRequest, **more: object) -> Any:
         sampling = {
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "top_k": ask.top_k or -1,
-            "max_new_tokens": ask.limit,
-            "sampling_seed": ask.seed,
-            "stop_token_ids": list(ask.ends),
-            "ignore_eos": not ask.ends,
-            "stop": list(ask.stop) or None,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "max_new_tokens": request.limit,
+            "sampling_seed": request.seed,
+            "stop_token_ids": list(request.ends),
+            "ignore_eos": not request.ends,
+            "stop": list(request.stop) or None,
             "no_stop_trim": True,
             "skip_special_tokens": False,  # stop texts may have some
             **_PLAIN,
-            **_sglang_rule(ask.branch),
+            **_sglang_rule(request.branch),
         }
         body: dict[str, object] = {
-            "input_ids": list(ask.tokens),
+            "input_ids": list(request.tokens),
             "sampling_params": sampling,
             "return_logprob": True,
-            "cache_salt": ask.salt,
-            **({"rid": ask.name} if ask.name else {}),
+            "cache_salt": request.salt,
+            **({"rid": request.name} if request.name else {}),
             **more,
         }
         return await client.post("/generate", body)
@@ -212,26 +212,26 @@ DIALECTS: Final[Mapping[str, Dialect]] = {"vllm": _Vllm(), "sglang": _Sglang()}
 """By the owner that a server reports for its models."""
 
 
-def _completion(model: str, ask: Ask) -> dict[str, object]:
+def _completion(model: str, request: DrawRequest) -> dict[str, object]:
     """Return the body of a request for a completion, with token ids and log-probs."""
     return {
         "model": model,
-        "prompt": list(ask.tokens),
-        "request_id": ask.name,
-        "max_tokens": ask.limit,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "top_k": ask.top_k,
-        "seed": ask.seed,
+        "prompt": list(request.tokens),
+        "request_id": request.name,
+        "max_tokens": request.limit,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": request.seed,
         "ignore_eos": True,  # meshrl decides where rows end
-        "stop_token_ids": list(ask.ends),
-        "stop": list(ask.stop),
+        "stop_token_ids": list(request.ends),
+        "stop": list(request.stop),
         "skip_special_tokens": False,  # stop texts may have some
-        "cache_salt": ask.salt,
+        "cache_salt": request.salt,
         "logprobs": 0,
         "return_token_ids": True,
         **_PLAIN,
-        **({"structured_outputs": _vllm_rule(ask.branch)} if ask.branch else {}),
+        **({"structured_outputs": _vllm_rule(request.branch)} if request.branch else {}),
     }
 
 
@@ -249,7 +249,9 @@ def _sglang_rule(branch: Branch | None) -> Mapping[str, object]:
     return {"regex": branch.regex or "|".join(f"({re.escape(choice)})" for choice in branch.choices)}
 
 
-def _piece(client: Client, ask: Ask, tokens: object, logprobs: object, reason: str, tag: str | None = None) -> Piece:
+def _piece(
+    client: Client, request: DrawRequest, tokens: object, logprobs: object, reason: str, tag: str | None = None
+) -> Piece:
     """Return the sampled tokens. ModelError if a server returns no token ids, or no log-probs."""
     if reason == "abort" and not tokens:  # it had not begun
         return Piece([], [], reason, tag)
@@ -257,8 +259,10 @@ def _piece(client: Client, ask: Ask, tokens: object, logprobs: object, reason: s
         if not isinstance(found, list) or not found or None in found:
             raise ModelError(f"{client.url} returns no {what} of its tokens, which training needs: use a newer server")
     drawn, values = [int(token) for token in tokens], [float(value) for value in logprobs]  # type: ignore[attr-defined]
-    if len(drawn) != len(values) or len(drawn) > ask.limit:
-        raise NoAnswerError(f"{len(drawn)} tokens came with {len(values)} log-probs, and {ask.limit} were asked for")
+    if len(drawn) != len(values) or len(drawn) > request.limit:
+        raise NoAnswerError(
+            f"{len(drawn)} tokens came with {len(values)} log-probs, and {request.limit} were asked for"
+        )
     return Piece(drawn, values, reason, tag)
 
 

@@ -59,7 +59,7 @@ class Folders:
         made = self._own / f"{name}.part"
         try:
             made.mkdir()
-            for number, held in enumerate(_lots(self._with_tied(named)), 1):
+            for number, held in enumerate(_file_batches(self._with_tied(named)), 1):
                 save_file(held, made / f"model-{number:05}.safetensors", {"format": "pt"})
             for file in self._model.glob("*.json"):
                 if not file.name.endswith(".index.json"):
@@ -89,7 +89,7 @@ def _in_files(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _lots(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _file_batches(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of one file at a time."""
     lot: dict[str, torch.Tensor] = {}
     size = 0

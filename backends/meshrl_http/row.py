@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshrl.data import read_constraint
-from meshrl_http.dialects import Ask, Piece
-from meshrl_inference.engine_side.protocol import Done, Generate, Row
+from meshrl_http.dialects import DrawRequest, Piece
+from meshrl_inference.engine_side.protocol import FinishedRow, Generate, Row
 from meshrl_torch.model.decoding import stopped_after
 from meshrl_torch.model.text import Words
 
@@ -30,7 +30,7 @@ class Decoded:
     stopped: bool = False
     """True if a stop text is complete."""
 
-    def ask(self, session: str, salt: str) -> Ask:
+    def request(self, session: str, salt: str) -> DrawRequest:
         """Return the next request for it."""
         self.tries += 1
         order, rule = self.order, self.row.rule
@@ -38,7 +38,7 @@ class Decoded:
             self.tokens.clear()
             self.logprobs.clear()
             self.spans.clear()
-        return Ask(
+        return DrawRequest(
             name=f"{session}-{self.row.number}-{self.tries}.",  # no name may begin with another, or both abort
             tokens=[*np.frombuffer(self.row.tokens, np.int32).tolist(), *self.tokens],
             limit=self.row.max_tokens - len(self.tokens),
@@ -75,6 +75,6 @@ class Decoded:
             return "length"
         return "abort" if self.wanted else None
 
-    def done(self) -> Done:
+    def done(self) -> FinishedRow:
         """Return the row as a message for the sampler."""
-        return Done.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")
+        return FinishedRow.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")

@@ -24,13 +24,23 @@ from meshrl import log
 from meshrl.errors import ConfigError, EngineDied, MeshrlError, ModelError, described
 from meshrl.roles import SamplerConfig, Sampling, options_of
 from meshrl_http.client import Client, NoAnswerError
-from meshrl_http.dialects import Ask, Dialect, Piece
+from meshrl_http.dialects import Dialect, DrawRequest, Piece
 from meshrl_http.folders import Folders
-from meshrl_http.found import Found, find, no_weights
 from meshrl_http.options import HttpConfig
 from meshrl_http.row import Decoded
+from meshrl_http.server_discovery import ServerInfo, find, no_weights
 from meshrl_inference.engine_side.loading import Naming, refusal
-from meshrl_inference.engine_side.protocol import Abort, Answer, Done, Generate, Load, Loaded, Order, Refused, Rows
+from meshrl_inference.engine_side.protocol import (
+    Abort,
+    Answer,
+    FinishedRow,
+    Generate,
+    Load,
+    Loaded,
+    Order,
+    Refused,
+    Rows,
+)
 from meshrl_inference.process import EngineConnection
 from meshrl_torch.model.text import Words
 from meshrl_torch.weights.transfer import TOLERANCE
@@ -67,13 +77,13 @@ class Server:
         self.client: Final = client
         self.url: Final = client.url
         self._slots = slots
-        self.found: Found
+        self.info: ServerInfo
         """Its properties, which are asked for before anything else."""
         self.running: Final[dict[str, Running]] = {}
         """Requests for rows, by name."""
         self.sure = False
         """True if it is known to have the given weights. False after missing answers, or an idle time."""
-        self.gifts = 0
+        self.loads = 0
         """The number of its weights, counting those given to servers. 0 if it has none."""
         self.making_sure: asyncio.Task[None] | None = None
         self.silent_since: float | None = None
@@ -85,7 +95,7 @@ class Server:
     @property
     def dialect(self) -> Dialect:
         """Its kind of requests."""
-        return self.found.dialect
+        return self.info.dialect
 
     @property
     def has_room(self) -> bool:
@@ -148,7 +158,7 @@ class Servers(EngineConnection):
         self._servers: Sequence[Server] = ()
         self._waiting: deque[Decoded] = deque()
         self._rows: dict[int, Decoded] = {}
-        self._done: list[Done] = []
+        self._done: list[FinishedRow] = []
         self._tasks = set[asyncio.Task[None]]()
         self._loading = asyncio.Lock()
         self._held = False
@@ -156,7 +166,7 @@ class Servers(EngineConnection):
         self._version = 0
         self._number = 0
         """The sampler's number of the load of these weights."""
-        self._gifts = 0
+        self._loads = 0
         """Number of times that weights were given to servers."""
         self._given = ""
         """The folder of the present weights. Empty if none were given."""
@@ -177,31 +187,31 @@ class Servers(EngineConnection):
     async def _begin(self, urls: Sequence[str], key: str | None, slots: int) -> None:
         """Query the servers, and load the weights of the model's folder, which an earlier run may have changed."""
         self._servers = [Server(Client(url, key, slots + _BESIDE), slots) for url in urls]
-        await asyncio.gather(*map(self._know, self._servers))
+        await asyncio.gather(*map(self._discover, self._servers))
         if self._folders:
-            await self._give(await asyncio.to_thread(self._folders.of_model), 0, 0, ())
+            await self._send_weights(await asyncio.to_thread(self._folders.of_model), 0, 0, ())
         if self._end is not None:
             raise self._end
 
-    async def _know(self, server: Server) -> None:
+    async def _discover(self, server: Server) -> None:
         patience = self._options.patience
         try:
-            server.found = await server.insist(lambda: find(server.client, self._options.model), patience)
+            server.info = await server.insist(lambda: find(server.client, self._options.model), patience)
         except NoAnswerError:
             raise silent([server], patience) from None
-        log.info(f"{server.url}: {server.found}")
-        if self._folders and not server.found.takes_weights:
+        log.info(f"{server.url}: {server.info}")
+        if self._folders and not server.info.takes_weights:
             raise ConfigError(no_weights(server.url))
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence that all of them accept."""
-        return min((each.found.longest for each in self._servers if each.found.longest), default=1 << 62)
+        return min((each.info.longest for each in self._servers if each.info.longest), default=1 << 62)
 
     def check(self, sampling: Sampling) -> None:
         """Raise DataError if a server cannot sample this way."""
         for server in self._servers:
-            server.found.check(server.url, sampling)
+            server.info.check(server.url, sampling)
 
     def send(self, order: Order) -> None:
         """Send an order. Raises the error that ended the servers' use."""
@@ -261,7 +271,7 @@ class Servers(EngineConnection):
         for task in self._tasks:
             task.cancel()
 
-    def _tell(self, answer: Answer) -> None:
+    def _reply(self, answer: Answer) -> None:
         self._call_soon(partial(self._on_answer, answer))
 
     def _fill(self) -> None:
@@ -271,16 +281,16 @@ class Servers(EngineConnection):
             if not free:
                 return
             server, row = min(free, key=lambda each: len(each.running)), self._waiting.popleft()
-            ask = row.ask(self._session, f"{self._session}-{self._gifts}")
-            task = self._task(self._decode(server, row, ask))
+            request = row.request(self._session, f"{self._session}-{self._loads}")
+            task = self._task(self._decode(server, row, request))
             self._tasks.add(task)
-            server.running[ask.name] = Running(row.row.number, task)
-            task.add_done_callback(partial(self._decoded, server, row, ask.name))
+            server.running[request.name] = Running(row.row.number, task)
+            task.add_done_callback(partial(self._decoded, server, row, request.name))
 
-    async def _decode(self, server: Server, row: Decoded, ask: Ask) -> None:
+    async def _decode(self, server: Server, row: Decoded, request: DrawRequest) -> None:
         """Let a server decode a row to its end. If cancelled, the row keeps its earlier tokens."""
         try:
-            piece = await self._drawn(server, row, ask)
+            piece = await self._drawn(server, row, request)
         except NoAnswerError as error:
             self._no_answer(server, error)
         else:
@@ -295,10 +305,10 @@ class Servers(EngineConnection):
                 self._go_on(row)
             self._fill()
 
-    async def _drawn(self, server: Server, row: Decoded, ask: Ask) -> Piece:
+    async def _drawn(self, server: Server, row: Decoded, request: DrawRequest) -> Piece:
         """Return what a server samples. ModelError if it used other weights than it was given."""
-        await self._make_sure(server)
-        piece = await server.dialect.draw(server.client, server.found.model, ask)
+        await self._ensure_weights(server)
+        piece = await server.dialect.draw(server.client, server.info.model, request)
         if self._given and piece.tag not in (None, self._tag):
             raise ModelError(
                 f"{server.url} has drawn with the weights {piece.tag!r}, and was given {self._tag!r}: another program "
@@ -316,11 +326,11 @@ class Servers(EngineConnection):
         del self._rows[row.row.number]
         self._done.append(row.done())
         if len(self._done) == 1:
-            asyncio.get_running_loop().call_later(_HELD, self._tell_rows)
+            asyncio.get_running_loop().call_later(_HELD, self._reply_rows)
 
-    def _tell_rows(self) -> None:
+    def _reply_rows(self) -> None:
         done, self._done = self._done, []
-        self._tell(Rows(done))
+        self._reply(Rows(done))
 
     def _leave(self, numbers: set[int], *, wanted: bool) -> None:
         """End rows. With `wanted`, they are returned as they are."""
@@ -363,34 +373,34 @@ class Servers(EngineConnection):
     async def _abort(self, server: Server, running: Mapping[str, Running]) -> None:
         """End requests. If a server cannot do that, their tokens are lost."""
         try:
-            asked = await server.dialect.abort(server.client, list(running))
+            is_aborted = await server.dialect.abort(server.client, list(running))
         except NoAnswerError:
-            asked = False
-        if not asked:
+            is_aborted = False
+        if not is_aborted:
             for each in running.values():
                 each.task.cancel()
 
     async def _load(self, order: Load) -> None:
         async with self._loading:
             if self._folders is None:
-                self._tell(Refused("sampler.http.weights is not set, and so the servers' weights stay as they are"))
+                self._reply(Refused("sampler.http.weights is not set, and so the servers' weights stay as they are"))
                 return
             if (refused := await asyncio.to_thread(refusal, self._specs, order)) is not None:
-                self._tell(Refused(refused))
+                self._reply(Refused(refused))
                 return
-            name = f"version-{order.version}-{self._gifts}"
+            name = f"version-{order.version}-{self._loads}"
             try:
                 folder = await asyncio.to_thread(self._folders.of, name, order.buckets)
             except OSError as error:
-                self._tell(Refused(f"they cannot be written into sampler.http.weights: {error}"))
+                self._reply(Refused(f"they cannot be written into sampler.http.weights: {error}"))
                 return
             began = time.monotonic()
-            values = await self._give(folder, order.version, order.number, order.probe)
+            values = await self._send_weights(folder, order.version, order.number, order.probe)
             seconds = time.monotonic() - began
-            self._tell(Loaded(order.version, self._pieces, seconds, np.array(values, np.float32).tobytes()))
+            self._reply(Loaded(order.version, self._pieces, seconds, np.array(values, np.float32).tobytes()))
             await asyncio.to_thread(self._folders.keep, folder)
 
-    async def _give(self, folder: str, version: int, number: int, probe: Sequence[list[int]]) -> list[float]:
+    async def _send_weights(self, folder: str, version: int, number: int, probe: Sequence[list[int]]) -> list[float]:
         """Load weights into the servers, and return their log-probs of a probe.
 
         A server that does not answer loads them before it samples again. At least one has to answer.
@@ -400,29 +410,29 @@ class Servers(EngineConnection):
         renewals = [each.making_sure for each in self._servers if each.making_sure is not None]
         await asyncio.gather(*renewals, return_exceptions=True)  # earlier weights, for rows that have ended
         self._given, self._version, self._number, self._probe, self._read = folder, version, number, probe, []
-        self._gifts += 1
+        self._loads += 1
         for server in self._servers:
             server.sure = False
         given = False
         while not given and not self._closed:
-            given = any(await asyncio.gather(*map(self._tried, self._servers)))
+            given = any(await asyncio.gather(*map(self._try_ensure_weights, self._servers)))
             if not given:
                 await asyncio.sleep(max(0.0, min(each.next_try for each in self._servers) - time.monotonic()))
         self._held = False
         self._fill()
         return self._read
 
-    async def _tried(self, server: Server) -> bool:
+    async def _try_ensure_weights(self, server: Server) -> bool:
         """Try to bring a server to the right weights. True if it has them."""
         try:
-            await self._make_sure(server)
+            await self._ensure_weights(server)
         except NoAnswerError as error:
             self._no_answer(server, error)
             return False
         server.answered()
         return True
 
-    async def _make_sure(self, server: Server) -> None:
+    async def _ensure_weights(self, server: Server) -> None:
         """Make sure that a server has the latest weights, once for all waiting tasks."""
         if server.sure:
             return
@@ -434,12 +444,12 @@ class Servers(EngineConnection):
     async def _renewed(self, server: Server) -> None:
         dialect, client = server.dialect, server.client
         if self._given and await dialect.tag(client) != self._tag:
-            if server.gifts == self._gifts:
+            if server.loads == self._loads:
                 log.warning(
                     f"{server.url} has other weights than it was given, as after a restart: weights are sent again"
                 )
             await self._update(server)
-            read = [dialect.read(client, server.found.model, tokens, f"{self._tag}-probe") for tokens in self._probe]
+            read = [dialect.read(client, server.info.model, tokens, f"{self._tag}-probe") for tokens in self._probe]
             values = [value for row in await asyncio.gather(*read) for value in row]
             self._read = self._read or values
             apart = float(np.abs(np.subtract(values, self._read)).mean()) if values else 0.0
@@ -448,14 +458,14 @@ class Servers(EngineConnection):
                     f"{server.url} makes something else of the weights of version {self._version} than another server "
                     f"did, or itself before: log-probs are {apart:.3g} apart (at most {self._tolerance:g})"
                 )
-            server.gifts = self._gifts
+            server.loads = self._loads
         elif not self._given:
             await client.get("/v1/models")
         server.sure = True
 
     @property
     def _tag(self) -> str:
-        return f"{self._session}-{self._gifts}-version-{self._version}"
+        return f"{self._session}-{self._loads}-version-{self._version}"
 
     async def _update(self, server: Server) -> None:
         try:

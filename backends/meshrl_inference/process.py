@@ -113,7 +113,7 @@ class EngineConnection(ABC):
         They do not keep their object alive, at whose end the engine ends.
         """
         if self._on_answer is _ignore:
-            self._on_answer, self._on_end = _weakly(on_answer), _weakly(on_end)
+            self._on_answer, self._on_end = _weak_callback(on_answer), _weak_callback(on_end)
         with self._receiving:
             self._receiver, missed, self._missed = asyncio.get_running_loop(), self._missed, []
         for each in missed:
@@ -144,7 +144,7 @@ def _ignore(_: object) -> None:
     """Stands in for what nobody listens to yet."""
 
 
-def _weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+def _weak_callback(method: Callable[[T], None]) -> Callable[[T], None]:
     """Return a function that calls the method only while others keep its object alive."""
     reference = weakref.WeakMethod(method)
 

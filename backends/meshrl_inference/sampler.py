@@ -48,7 +48,7 @@ class Call:
         """The engine's number of its first row."""
         self.request = request
         self.unfinished = set(range(first, first + len(request.rows)))
-        self.results = asyncio.Queue[list[protocol.Done] | ModelError]()
+        self.results = asyncio.Queue[list[protocol.FinishedRow] | ModelError]()
         self.loads = [(0, name, version) for name, version in versions.items()]
         """Versions of adapters, each with the number of the load from which on it counts."""
 
@@ -57,7 +57,7 @@ class Call:
         return next(version for at, name, version in reversed(self.loads) if name == adapter and at <= load)
 
 
-def finished(call: Call, words: Words, done: Sequence[protocol.Done]) -> Finished:
+def finished(call: Call, words: Words, done: Sequence[protocol.FinishedRow]) -> Finished:
     """Convert results to the rows of a batch."""
     request = call.request
     order = np.array([each.number - call.first for each in done])
@@ -89,7 +89,7 @@ def finished(call: Call, words: Words, done: Sequence[protocol.Done]) -> Finishe
     )
 
 
-def _cut(request: Request, words: Words, row: int, done: protocol.Done) -> protocol.Done:
+def _cut(request: Request, words: Words, row: int, done: protocol.FinishedRow) -> protocol.FinishedRow:
     """End a row that continued earlier tokens at a stop text that begins in these.
 
     The engine looks for stop texts only in what it samples.

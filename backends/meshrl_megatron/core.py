@@ -73,77 +73,54 @@ def quiet() -> Generator[None]:
 with quiet():
     from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.distributed import (
+        DistributedDataParallel as DistributedDataParallel,
+        DistributedDataParallelConfig as DistributedDataParallelConfig,
+        finalize_model_grads as finalize_model_grads,
+    )
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear as TEColumnParallelLinear,
+        TENorm as TENorm,
+        TERowParallelLinear as TERowParallelLinear,
+    )
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as get_bias_dropout_add
+    from megatron.core.models.gpt import GPTModel as GPTModel
+    from megatron.core.optimizer import (
+        OptimizerConfig as OptimizerConfig,
+        get_megatron_optimizer as get_megatron_optimizer,
+    )
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func as get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator as P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection as ProcessGroupCollection
     from megatron.core.tensor_parallel import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-        set_tensor_model_parallel_attributes,
+        ColumnParallelLinear as ColumnParallelLinear,
+        RowParallelLinear as RowParallelLinear,
+        VocabParallelEmbedding as VocabParallelEmbedding,
+        set_tensor_model_parallel_attributes as set_tensor_model_parallel_attributes,
     )
     from megatron.core.tensor_parallel.mappings import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-    from megatron.core.utils import get_te_version
-
-__all__ = [
-    "MLP",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "MLPSubmodules",
-    "MoELayer",
-    "MoESubmodules",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "P2PCommunicator",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSubmodules",
-    "SequentialMLP",
-    "SharedExpertMLP",
-    "TEColumnParallelLinear",
-    "TENorm",
-    "TERowParallelLinear",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "VocabParallelEmbedding",
-    "clip_grad_by_total_norm_fp32",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "fresh_scratch",
-    "gather_from_sequence_parallel_region",
-    "get_bias_dropout_add",
-    "get_forward_backward_func",
-    "get_megatron_optimizer",
-    "get_te_version",
-    "quiet",
-    "set_tensor_model_parallel_attributes",
-]
+    from megatron.core.transformer import TransformerConfig as TransformerConfig
+    from megatron.core.transformer.attention import (
+        SelfAttention as SelfAttention,
+        SelfAttentionSubmodules as SelfAttentionSubmodules,
+    )
+    from megatron.core.transformer.mlp import MLP as MLP, MLPSubmodules as MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP as SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer as MoELayer, MoESubmodules as MoESubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as SharedExpertMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec as ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules as TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer as TransformerLayer,
+        TransformerLayerSubmodules as TransformerLayerSubmodules,
+    )
+    from megatron.core.utils import get_te_version as get_te_version
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it warns of what its trainer would do in another way
 # Use torch's AdamW even with Transformer Engine or Apex: checkpoints know where it counts its steps.

@@ -32,7 +32,7 @@ _LM_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Held:
+class StageParameter:
     """A parameter of a stage."""
 
     name: str
@@ -72,10 +72,10 @@ class Model:
     """Tensors that no stage computes with, and that are saved with the model: a critic's language head."""
 
     @cached_property
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[StageParameter]:
         """The parameters of this rank's stages."""
         return [
-            Held(
+            StageParameter(
                 name,
                 parameter,
                 stage.first_layer,
@@ -87,19 +87,19 @@ class Model:
         ]
 
     @property
-    def trained(self) -> Iterator[Held]:
+    def trained(self) -> Iterator[StageParameter]:
         """Those that an optimizer steps over: all but the biases of a router's choice."""
         return (held for held in self.held if held.parameter.requires_grad)
 
-    def dividing(self, held: Held) -> dist.ProcessGroup:
+    def dividing(self, held: StageParameter) -> dist.ProcessGroup:
         """The ranks that divide a parameter's tensor among them: those along tp, or along ep for experts."""
         return self.world.groups.ep if held.is_expert else self.world.groups.tp
 
-    def sharing(self, held: Held) -> dist.ProcessGroup:
+    def sharing(self, held: StageParameter) -> dist.ProcessGroup:
         """The ranks with the same part of a parameter, whose gradients are summed."""
         return self.world.groups.expt_dp if held.is_expert else self.world.groups.dp_cp
 
-    def boxes(self, held: Held, tensor: Tensor, rank: int | None = None) -> list[Box]:
+    def boxes(self, held: StageParameter, tensor: Tensor, rank: int | None = None) -> list[Box]:
         """Return a parameter's parts of Hugging Face tensors, as views of a tensor of the parameter's shape.
 
         `rank`: another one of `dividing`.
@@ -112,7 +112,7 @@ class Model:
             place = Place(rank, group.size(), held.first_layer)
         return boxes_of(held.name, self.shape, place, tensor)
 
-    def publishes(self, held: Held) -> bool:
+    def publishes(self, held: StageParameter) -> bool:
         """True if this rank publishes its part of a parameter. Of ranks with the same part, one does."""
         alone = held.is_split or self.world.grid.place["tp"] == 0
         return alone and self._keeps(held)
@@ -136,15 +136,15 @@ class Model:
                     self._assemble(held, parts, whole)
             yield from whole.items()
 
-    def _keeps(self, held: Held) -> bool:
+    def _keeps(self, held: StageParameter) -> bool:
         """True if this rank's place along dp and cp is one of those that publish a parameter."""
         place = self.world.grid.place["dp"], self.world.grid.place["cp"]
         return not held.is_copy and place in self._keepers[held.tensor]
 
     @cached_property
-    def _together(self) -> Sequence[Sequence[Held]]:
+    def _together(self) -> Sequence[Sequence[StageParameter]]:
         """The parameters, grouped by tensor: one tensor holds all experts of a layer."""
-        groups: dict[tuple[int, str], list[Held]] = {}
+        groups: dict[tuple[int, str], list[StageParameter]] = {}
         for held in self.held:
             groups.setdefault(held.tensor, []).append(held)
         return list(groups.values())
@@ -163,7 +163,7 @@ class Model:
                 loads[place] += sum(held.parameter.numel() for held in each)
         return keepers
 
-    def _gathered(self, held: Held) -> Sequence[Tensor]:
+    def _gathered(self, held: StageParameter) -> Sequence[Tensor]:
         """Return the parts of a parameter from all ranks that divide it."""
         own, group = held.parameter.detach(), self.dividing(held)
         if group.size() == 1 or not (held.is_split or held.is_expert):
@@ -172,7 +172,7 @@ class Model:
         dist.all_gather(parts, own.contiguous(), group=group)
         return parts
 
-    def _assemble(self, held: Held, parts: Sequence[Tensor], whole: dict[str, Tensor]) -> None:
+    def _assemble(self, held: StageParameter, parts: Sequence[Tensor], whole: dict[str, Tensor]) -> None:
         for rank, part in enumerate(parts):
             for box in self.boxes(held, part, rank):
                 if box.name not in whole:

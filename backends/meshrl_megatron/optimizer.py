@@ -15,9 +15,9 @@ from meshrl.algo import Predicts
 from meshrl.errors import ModelError
 from meshrl.roles import OptimizerConfig
 from meshrl_megatron import core
-from meshrl_megatron.model import Held, Model
+from meshrl_megatron.model import Model, StageParameter
 from meshrl_torch.checkpoint.boxes import Box, Boxes
-from meshrl_torch.checkpoint.state import MODEL, Facts, State
+from meshrl_torch.checkpoint.state import MODEL, ModelFacts, State
 from meshrl_torch.train.optimizer import MOMENTS, Stepper, not_finite
 
 
@@ -92,7 +92,7 @@ class MegatronOptimizer(Stepper):
         for each in self._optimizer.chained_optimizers:
             yield from _shards(each.optimizer)
 
-    def whole(self, held: Held, kind: str) -> Tensor:
+    def whole(self, held: StageParameter, kind: str) -> Tensor:
         """Return a parameter's trained values (MODEL) or a moment of it, float32. Ranks that share it call together."""
         parameter = held.parameter
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -111,7 +111,7 @@ class MegatronOptimizer(Stepper):
                 # A separate step, because AdamW adds to it in place.
                 each.optimizer.state[shard] = {"step": torch.tensor(float(steps)), **moments}
 
-    def take(self, held: Held, kind: str, tensor: Tensor) -> None:
+    def take(self, held: StageParameter, kind: str, tensor: Tensor) -> None:
         """Set the trained values (MODEL) or a moment from a tensor of the parameter's shape, on this rank."""
         parameter = held.parameter
         if kind == MODEL:
@@ -178,7 +178,7 @@ class MegatronState(State):
                 for kind, tensor in tensors.items():
                     yield from self._boxes(kind, held, tensor.detach().to("cpu", copy=copied))
 
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, facts: ModelFacts) -> None:
         if facts.late:
             name, steps = next(iter(facts.late.items()))
             raise ModelError(
@@ -195,7 +195,7 @@ class MegatronState(State):
             for kind, tensor in read.items():
                 self._optimizer.take(held, kind, tensor)
 
-    def _boxes(self, kind: str, held: Held, tensor: Tensor) -> Iterator[Box]:
+    def _boxes(self, kind: str, held: StageParameter, tensor: Tensor) -> Iterator[Box]:
         for box in self._model.boxes(held, tensor):
             yield replace(box, name=f"{kind}/{self._filed(box.name)}")
 

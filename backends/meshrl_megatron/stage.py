@@ -41,11 +41,11 @@ def logprobs(
     and `temperature` float32[tokens]. The gradient goes to this rank's logits, and is 0 in the columns beyond `known`.
     Each rank must receive the same gradient of the result. On one rank, all bits are those of one log-softmax.
     """
-    apply = cast("Callable[[Tensor, Tensor, Tensor | None, ProcessGroup, int, int], Tensor]", _Chosen.apply)
+    apply = cast("Callable[[Tensor, Tensor, Tensor | None, ProcessGroup, int, int], Tensor]", _ChosenLogProbs.apply)
     return apply(logits, chosen, temperature, group, first, known)
 
 
-class _Chosen(torch.autograd.Function):
+class _ChosenLogProbs(torch.autograd.Function):
     """Holds one float32 tensor in addition to the logits, which the backward pass turns into their gradient."""
 
     @staticmethod

@@ -23,8 +23,8 @@ from meshrl_inference.engine_side.protocol import (
     CACHE,
     CPU_CACHE_MIB,
     IN_SHARED_MEMORY,
-    Done,
     Engine,
+    FinishedRow,
     Generate,
     Load,
     Outcome,
@@ -46,18 +46,18 @@ _GRAPHS: Final = "cuda_graph"
 """Sleeps and wakes with the KV cache."""
 
 
-def start(asked: Start) -> Engine:
+def start(settings: Start) -> Engine:
     """Start the engine."""
     # Before the import of torch and SGLang, which read these.
-    set_environment(asked)
+    set_environment(settings)
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where tokens never are
     import torch  # noqa: PLC0415 -- `start` has set its environment
 
     if torch.cuda.is_available():
         nccl.set_alike()
     else:
-        _compute_without_gpu(asked.tp)
-    return _SglangEngine(asked, gpu=torch.cuda.is_available())
+        _compute_without_gpu(settings.tp)
+    return _SglangEngine(settings, gpu=torch.cuda.is_available())
 
 
 def _compute_without_gpu(tp: int) -> None:
@@ -75,18 +75,18 @@ def _compute_without_gpu(tp: int) -> None:
 
 
 class _SglangEngine:
-    def __init__(self, asked: Start, *, gpu: bool) -> None:
+    def __init__(self, settings: Start, *, gpu: bool) -> None:
         import sglang  # noqa: PLC0415 -- `start` has set its environment
 
         from meshrl_sglang import scheduler, transfer  # noqa: PLC0415
 
-        self._folder = asked.model
-        self._tp = asked.tp
-        self._reads_back = bool(asked.own["verify_weights"])
+        self._folder = settings.model
+        self._tp = settings.tp
+        self._reads_back = bool(settings.own["verify_weights"])
         self._transfer = transfer
-        self._engine = scheduler.Processes(**_arguments(asked, gpu))
+        self._engine = scheduler.Processes(**_arguments(settings, gpu))
         self._manager = self._engine.tokenizer_manager
-        self._manager.tokenizer = scheduler.Texts(asked.model)
+        self._manager.tokenizer = scheduler.Texts(settings.model)
         self._loop: asyncio.AbstractEventLoop = self._engine.loop
         self._loop.run_until_complete(self._hear())
         self._rows: dict[int, asyncio.Task[None]] = {}
@@ -97,7 +97,7 @@ class _SglangEngine:
         self.version: str = sglang.__version__
         self.tokens = int(self._manager.model_config.vocab_size)
         self.steps = 0
-        self.finished: list[Done] = []
+        self.finished: list[FinishedRow] = []
 
     @property
     def cache_use(self) -> float:
@@ -231,7 +231,7 @@ class _SglangEngine:
 
         manager = self._manager
         await self._all_sent()
-        sent = self._transfer.Sent(
+        sent = self._transfer.WeightsMessage(
             self._folder, order.buckets, order.manifest, order.together, answers, self._reads_back
         )
         tensors = sent.encode()
@@ -258,31 +258,31 @@ class _SglangEngine:
 
     async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
         reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        asked = [
+        requests = [
             self._ask(f"{salt} {at}.", tokens, reading, f"{salt} {at}", logprob_start_len=0, priority=_FIRST)
             for at, tokens in enumerate(probe)
         ]
-        answer = await asyncio.gather(*asked)
+        answer = await asyncio.gather(*requests)
         return [float(value) for each in answer for value, *_ in each["meta_info"]["input_token_logprobs"][1:]]
 
 
-def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
+def _arguments(settings: Start, gpu: bool) -> dict[str, Any]:
     import sglang  # noqa: PLC0415 -- `start` has set its environment
 
-    longest = asked.max_tokens + _BESIDE
-    heads, bytes_per_token = _attention(asked)
-    if heads % asked.tp:
-        raise ValueError(f"the model's {heads} attention heads cannot be split over {asked.tp} ranks along tp")
+    longest = settings.max_tokens + _BESIDE
+    heads, bytes_per_token = _attention(settings)
+    if heads % settings.tp:
+        raise ValueError(f"the model's {heads} attention heads cannot be split over {settings.tp} ranks along tp")
     arguments: dict[str, Any] = {
-        "model_path": asked.model,
-        "dtype": asked.dtype,
+        "model_path": settings.model,
+        "dtype": settings.dtype,
         "context_length": longest,
-        "max_running_requests": asked.slots,
-        "tp_size": asked.tp,
-        "mem_fraction_static": asked.memory_share,
-        "disable_cuda_graph": asked.eager or not gpu,
-        "enable_memory_saver": asked.sleep and gpu,  # on a CPU, sleeping frees nothing
-        "enable_weights_cpu_backup": asked.sleep and gpu,
+        "max_running_requests": settings.slots,
+        "tp_size": settings.tp,
+        "mem_fraction_static": settings.memory_share,
+        "disable_cuda_graph": settings.eager or not gpu,
+        "enable_memory_saver": settings.sleep and gpu,  # on a CPU, sleeping frees nothing
+        "enable_weights_cpu_backup": settings.sleep and gpu,
         "sampling_backend": "pytorch",  # the others ignore seeds
         "disable_overlap_schedule": True,  # otherwise a step of old weights would end after a load, as new
         "sleep_on_idle": True,  # otherwise each idle scheduler uses a core
@@ -295,25 +295,25 @@ def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
         "random_seed": 0,
         "log_level": "error",
     }
-    cache = asked.kv_cache_mib or (None if gpu else CPU_CACHE_MIB)
+    cache = settings.kv_cache_mib or (None if gpu else CPU_CACHE_MIB)
     if cache is not None:
         arguments["max_total_tokens"] = max(longest, (cache << 20) // bytes_per_token)
     if not gpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
     known = inspect.signature(sglang.ServerArgs).parameters
-    return with_args(arguments, asked.args, known, f"SGLang {sglang.__version__}")
+    return with_args(arguments, settings.args, known, f"SGLang {sglang.__version__}")
 
 
-def _attention(asked: Start) -> tuple[int, int]:
+def _attention(settings: Start) -> tuple[int, int]:
     """Return the model's attention heads, and the bytes of a token's keys and values on each place along tp."""
     import torch  # noqa: PLC0415 -- `start` has set its environment
     from transformers import AutoConfig  # noqa: PLC0415
 
-    config = AutoConfig.from_pretrained(asked.model).get_text_config()
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dims = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype: torch.dtype = getattr(torch, asked.dtype)
-    return config.num_attention_heads, 2 * config.num_hidden_layers * -(-heads // asked.tp) * dims * dtype.itemsize
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return config.num_attention_heads, 2 * config.num_hidden_layers * -(-heads // settings.tp) * dims * dtype.itemsize
 
 
 def _name(row: int) -> str:
@@ -327,9 +327,9 @@ def _check(answer: tuple[bool, str]) -> None:
         raise RuntimeError(f"SGLang refuses new weights: {why}")
 
 
-def _done(number: int, answer: dict[str, Any]) -> Done:
+def _done(number: int, answer: dict[str, Any]) -> FinishedRow:
     facts = answer["meta_info"]
     pairs = facts.get("output_token_logprobs") or ()
     tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]
     spans = [(int(span["version"]), int(span["start"])) for span in facts.get("weight_versions") or ()]
-    return Done.of(number, tokens, logprobs, spans, facts["finish_reason"]["type"])
+    return FinishedRow.of(number, tokens, logprobs, spans, facts["finish_reason"]["type"])

@@ -27,7 +27,7 @@ _ROWS: Final = 2
 """Rows of each tensor that `read_back` compares."""
 
 
-class Sent(msgspec.Struct, frozen=True):
+class WeightsMessage(msgspec.Struct, frozen=True):
     """The message for the schedulers, in place of tensors."""
 
     model: str
@@ -66,7 +66,7 @@ class Sent(msgspec.Struct, frozen=True):
 def load(model: Any, sent: list[tuple[str, torch.Tensor]]) -> None:
     """Load each tensor by its Hugging Face name. Those in shared memory were checked before."""
     ((_, text),) = sent
-    order = msgspec.json.decode(text.cpu().numpy().tobytes(), type=Sent)
+    order = msgspec.json.decode(text.cpu().numpy().tobytes(), type=WeightsMessage)
     if order.manifest is None:
         model.load_weights(naming(order.model).in_files(shared_tensors(order.buckets)))
         return

@@ -19,5 +19,5 @@ ROLES: Final[Mapping[str, str]] = {
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """The schema of each role's options: the table `vllm` in the role's."""
 
-SEES: Final = "meshrl_vllm.families:check_images"
+SEES: Final = "meshrl_vllm.image_models:check_images"
 """Refuses a model whose images vLLM may read otherwise than a policy."""

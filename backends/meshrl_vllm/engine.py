@@ -22,8 +22,8 @@ from meshrl_inference.engine_side.protocol import (
     IN_SHARED_MEMORY,
     PROBES,
     AdapterOf,
-    Done,
     Engine,
+    FinishedRow,
     Generate,
     Load,
     Outcome,
@@ -45,10 +45,10 @@ _PROBE: Final = "probe "
 """The prefix of the names of requests that read a probe."""
 
 
-def start(asked: Start) -> Engine:
+def start(settings: Start) -> Engine:
     """Start the engine."""
     # Before the import of vLLM, which reads these.
-    set_environment(asked)
+    set_environment(settings)
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank gets a number of cores, no particular ones
@@ -58,33 +58,33 @@ def start(asked: Start) -> Engine:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     else:
         nccl.set_alike()
-    return _VllmEngine(asked)
+    return _VllmEngine(settings)
 
 
 class _VllmEngine:
-    def __init__(self, asked: Start) -> None:
+    def __init__(self, settings: Start) -> None:
         import vllm  # noqa: PLC0415 -- `start` has set its environment
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
         self._vllm = vllm
-        self._slots = asked.slots
+        self._slots = settings.slots
         # The use on which vLLM bases its number of tokens in a step. Its default reads 2048 at once.
         use = UsageContext.LLM_CLASS
-        config = _arguments(asked).create_engine_config(use)
+        config = _arguments(settings).create_engine_config(use)
         scheduler = config.scheduler_config
-        if asked.image_token is not None and not scheduler.enable_chunked_prefill:
+        if settings.image_token is not None and not scheduler.enable_chunked_prefill:
             # Else a prompt would be read in parts, if images of its cached tokens have to be seen again.
             room = _IMAGE_STEPS * scheduler.max_num_batched_tokens
             scheduler.max_num_encoder_input_tokens = scheduler.encoder_cache_size = room
         self._engine = vllm.LLMEngine.from_vllm_config(config, use, disable_log_stats=True)
-        self._eyes = None
-        if asked.image_token is not None:
-            from meshrl_vllm.seeing import Eyes  # noqa: PLC0415 -- as above
+        self._images = None
+        if settings.image_token is not None:
+            from meshrl_vllm.image_features import ImageFeatures  # noqa: PLC0415 -- as above
 
-            self._eyes = Eyes(self._engine, asked.image_token)
+            self._images = ImageFeatures(self._engine, settings.image_token)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        self._engine.collective_rpc("tell_whole")
-        if asked.adapters:
+        self._engine.collective_rpc("return_whole_logprobs")
+        if settings.adapters:
             self._engine.collective_rpc("leave_rows_without")
         self._engine.set_weight_version("0")
         self._unread: dict[str, list[float]] = {}
@@ -102,7 +102,7 @@ class _VllmEngine:
         self.version: str = vllm.__version__
         self.tokens = int(self._engine.model_config.get_vocab_size())
         self.steps = 0
-        self.finished: list[Done] = []
+        self.finished: list[FinishedRow] = []
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -117,7 +117,7 @@ class _VllmEngine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, order: Generate, salt: str) -> None:
-        items = self._eyes.items(order.images) if self._eyes else {}
+        items = self._images.items(order.images) if self._images else {}
         for row in order.rows:
             sampling = self._sampling(
                 temperature=order.temperature,
@@ -137,9 +137,9 @@ class _VllmEngine:
                 self._without[row.number] = self._loaded
             tokens = np.frombuffer(row.tokens, np.int32)
             prompt: Any = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
-            if self._eyes and row.images:
+            if self._images and row.images:
                 seen = [order.images[name] for name in row.images]
-                prompt = self._eyes.prompt(tokens, salt, seen, [items[name] for name in row.images])
+                prompt = self._images.prompt(tokens, salt, seen, [items[name] for name in row.images])
             self._ask(str(row.number), prompt, sampling, adapter=row.adapter)
 
     def abort(self, rows: list[int], *, wanted: bool) -> None:
@@ -148,7 +148,7 @@ class _VllmEngine:
         states = {state.external_req_id: state for state in processor.request_states.values()}
         here = [states[str(number)] for number in rows if str(number) in states]
         if wanted:
-            self.finished += [self._told(_unfinished(state)) for state in here]
+            self.finished += [self._at_its_load(_unfinished(state)) for state in here]
         for number in rows:
             self._without.pop(number, None)
         self._engine.abort_request([str(state.external_req_id) for state in here])
@@ -160,7 +160,7 @@ class _VllmEngine:
             if output.request_id in self._unread:
                 self._unread[output.request_id] = _read(output)
             else:
-                self.finished.append(self._told(_done(output)))
+                self.finished.append(self._at_its_load(_done(output)))
         self.steps += 1
 
     def load(self, order: Load) -> Outcome:
@@ -172,7 +172,7 @@ class _VllmEngine:
         self._engine.collective_rpc("update_weights", kwargs={"update_info": update})
         self._engine.collective_rpc("finish_weight_update")
         is_broadcast = order.manifest is not None
-        outcome = Outcome.of_all(self._engine.collective_rpc("tell_outcome")) if is_broadcast else IN_SHARED_MEMORY
+        outcome = Outcome.of_all(self._engine.collective_rpc("broadcast_outcome")) if is_broadcast else IN_SHARED_MEMORY
         if outcome.transport:
             self._in_use(order)
         if outcome.transport or not outcome.begun:  # else some weights are new and others old
@@ -204,14 +204,14 @@ class _VllmEngine:
         """Count new weights from the next step on."""
         self._loaded = order.number
         self._engine.set_weight_version(str(order.number))
-        if self._eyes:  # what they saw is that of the weights before
+        if self._images:  # what they saw is that of the weights before
             # Not by the engine's method, which warns of caches of a processor: that one is off.
             self._core.scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
         if order.recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    def _told(self, done: Done) -> Done:
+    def _at_its_load(self, done: FinishedRow) -> FinishedRow:
         """Return a row with no later load than those that it was decoded with."""
         number = self._without.pop(done.number, None)
         return done if number is None else structs.replace(done, spans=[(number, 0)])
@@ -262,7 +262,7 @@ class _VllmEngine:
         self._core.scheduler.max_num_active_reqs = self._slots + extra
 
 
-def _arguments(asked: Start) -> Any:
+def _arguments(settings: Start) -> Any:
     from vllm import EngineArgs, __version__  # noqa: PLC0415 -- `start` has set its environment
     from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
@@ -270,55 +270,57 @@ def _arguments(asked: Start) -> Any:
 
     from meshrl_vllm import quantized, towers, transfer  # noqa: PLC0415
 
-    in_fp8 = asked.own["quantization"] == "fp8"
+    in_fp8 = settings.own["quantization"] == "fp8"
     cpu = current_platform.is_cpu()
-    cache = asked.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
+    cache = settings.kv_cache_mib or (CPU_CACHE_MIB if cpu else None)
     as_fp8 = {"load_format": quantized.NAME, "hf_overrides": {"quantization_config": quantized.CONFIG}}
-    for_images = {"load_format": towers.NAME, **_FOR_IMAGES} if asked.image_token is not None else {}
+    for_images = {"load_format": towers.NAME, **_FOR_IMAGES} if settings.image_token is not None else {}
     own: dict[str, Any] = dict(
         **{**for_images, **(as_fp8 if in_fp8 else {})},
-        model=asked.model,
-        dtype=asked.dtype,
-        max_model_len=asked.max_tokens,
-        max_num_seqs=asked.slots + PROBES,
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_tokens,
+        max_num_seqs=settings.slots + PROBES,
         # A row that is read in parts resets its seed's generator, which generators on CPUs cannot do.
         enable_chunked_prefill=False if cpu else None,
-        max_num_batched_tokens=max(_CPU_READS, asked.max_tokens) if cpu else None,
+        max_num_batched_tokens=max(_CPU_READS, settings.max_tokens) if cpu else None,
         scheduling_policy="priority",
         async_scheduling=False,  # otherwise a step of the old weights would end after a load, under the new version
-        tensor_parallel_size=asked.tp,
-        distributed_executor_backend="mp" if asked.tp > 1 else None,
-        enforce_eager=asked.eager or cpu,
-        enable_sleep_mode=asked.sleep and not cpu,  # on a CPU, sleeping frees nothing
+        tensor_parallel_size=settings.tp,
+        distributed_executor_backend="mp" if settings.tp > 1 else None,
+        enforce_eager=settings.eager or cpu,
+        enable_sleep_mode=settings.sleep and not cpu,  # on a CPU, sleeping frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
-        gpu_memory_utilization=asked.memory_share,
+        gpu_memory_utilization=settings.memory_share,
         structured_outputs_config=StructuredOutputsConfig(backend="guidance"),  # the grammars of the torch sampler
         logprobs_mode="processed_logprobs",  # at the temperature, unlike raw ones
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
-        **_for_adapters(asked, cpu=cpu),
+        **_for_adapters(settings, cpu=cpu),
     )
-    return EngineArgs(**with_args(own, asked.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}"))
+    return EngineArgs(
+        **with_args(own, settings.args, {each.name for each in fields(EngineArgs)}, f"vLLM {__version__}")
+    )
 
 
-def _for_adapters(asked: Start, *, cpu: bool) -> dict[str, Any]:
+def _for_adapters(settings: Start, *, cpu: bool) -> dict[str, Any]:
     """Return the arguments that make room for adapters."""
-    if not asked.adapters:
+    if not settings.adapters:
         return {}
-    if asked.dtype == "float32" and not cpu:
+    if settings.dtype == "float32" and not cpu:
         raise ValueError('vLLM\'s kernels for adapters on GPUs cannot read float32: set sampler.dtype = "bfloat16"')
     from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415 -- `start` has set its environment
 
     from meshrl_inference.engine_side.loading import Naming  # noqa: PLC0415 -- as above
 
-    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= asked.max_rank]
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= settings.max_rank]
     if not ranks:
-        raise ValueError(f"an adapter of rank {asked.max_rank}: vLLM's highest is {max(get_args(MaxLoRARanks))}")
+        raise ValueError(f"an adapter of rank {settings.max_rank}: vLLM's highest is {max(get_args(MaxLoRARanks))}")
     # Not the head: with an adapter on it, vLLM cannot tell the log-probs of a prompt, which a probe reads.
-    names = sorted(Naming(asked.model).linear_names)
+    names = sorted(Naming(settings.model).linear_names)
     return {
-        "enable_lora": True, "max_loras": asked.adapters, "max_lora_rank": min(ranks), "lora_target_modules": names,
+        "enable_lora": True, "max_loras": settings.adapters, "max_lora_rank": min(ranks), "lora_target_modules": names,
     }  # fmt: skip
 
 
@@ -328,18 +330,18 @@ def _read(output: Any) -> list[float]:
     return [each[token].logprob for token, each in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
-def _done(output: Any) -> Done:
+def _done(output: Any) -> FinishedRow:
     (one,) = output.outputs
     spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
     return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
 
 
-def _unfinished(state: Any) -> Done:
+def _unfinished(state: Any) -> FinishedRow:
     spans = [(int(version), start) for version, start in state.weight_version_starts]
     tokens = state.detokenizer.output_token_ids
     return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")
 
 
-def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> Done:
+def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> FinishedRow:
     chosen: list[float] = [each[token].logprob for token, each in zip(tokens, logprobs or (), strict=True)]
-    return Done.of(number, list(tokens), chosen, spans, reason)
+    return FinishedRow.of(number, list(tokens), chosen, spans, reason)

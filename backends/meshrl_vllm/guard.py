@@ -26,7 +26,8 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] not in {"http", "websocket"} or _is_open(str(scope["path"])) or _has_key(scope):
+        path = str(scope.get("path"))
+        if scope["type"] not in {"http", "websocket"} or path.startswith("/v1/") or path in OPEN or _has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -34,10 +35,6 @@ class Guard:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "this takes the key of the server"}'})
-
-
-def _is_open(path: str) -> bool:
-    return path.startswith("/v1/") or path in OPEN
 
 
 def _has_key(scope: Message) -> bool:

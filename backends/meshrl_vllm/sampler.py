@@ -8,7 +8,7 @@ from meshrl_inference.process import Kind
 from meshrl_inference.sampler import EngineSampler
 from meshrl_torch.model.masks import check_grammar, plain_lark
 from meshrl_torch.sample.rollouts import Request
-from meshrl_vllm.families import check_images
+from meshrl_vllm.image_models import check_images
 from meshrl_vllm.options import VllmConfig
 
 

@@ -162,12 +162,12 @@ class VllmServer(Server):
 
     def _example(self) -> str:
         config = self._config
-        asked: dict[str, object] = {"prompt": config.prompt}
+        prompt: dict[str, object] = {"prompt": config.prompt}
         if config.chat:
-            asked = {"messages": [{"role": "user", "content": config.prompt}]}
+            prompt = {"messages": [{"role": "user", "content": config.prompt}]}
             if variables := config.chat_template_kwargs:
-                asked["chat_template_kwargs"] = variables
-        body = json.dumps({"model": config.name, **asked, "max_tokens": config.max_tokens}, ensure_ascii=False)
+                prompt["chat_template_kwargs"] = variables
+        body = json.dumps({"model": config.name, **prompt, "max_tokens": config.max_tokens}, ensure_ascii=False)
         address = config.model_copy(update={"host": self._host}).url
         path = "chat/completions" if config.chat else "completions"
         return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

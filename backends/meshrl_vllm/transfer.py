@@ -21,7 +21,7 @@ from meshrl_torch.wire.manifest import Manifest
 from meshrl_vllm import quantized
 from meshrl_vllm.adapters import leave_rows_without
 from meshrl_vllm.towers import in_tower
-from meshrl_vllm.whole import tell_whole
+from meshrl_vllm.whole_logprobs import return_whole_logprobs
 
 NAME: Final = "meshrl"
 """vLLM's name of the engine."""
@@ -101,16 +101,16 @@ class Extension:
     model_runner: Any
     weight_transfer_engine: Any
 
-    def tell_whole(self) -> None:
+    def return_whole_logprobs(self) -> None:
         """Return log-probs of the whole distribution, as a trainer does."""
-        tell_whole(self.model_runner.sampler)
+        return_whole_logprobs(self.model_runner.sampler)
 
     def leave_rows_without(self) -> None:
         """Let rows without an adapter be as the model makes them, on CPUs too."""
         if current_platform.is_cpu():
             leave_rows_without()
 
-    def tell_outcome(self) -> Outcome:
+    def broadcast_outcome(self) -> Outcome:
         """Return how this worker has read the last broadcast."""
         outcome: Outcome = self.weight_transfer_engine.outcome
         return outcome

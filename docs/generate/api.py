@@ -43,11 +43,14 @@ def page_of(room: str) -> str:
 def _names(room: str) -> list[str]:
     """What a room's door gives, and what of the doors below it is public."""
     loaded = importlib.import_module(f"meshrl.{room}")
+    source = ast.parse(Path(str(loaded.__file__)).read_text("utf-8"))
+    imports = [alias for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for alias in node.names]
     given: list[str] = getattr(loaded, "__all__", None) or [
         name
         for name, value in vars(loaded).items()
         if not name.startswith("_") and getattr(value, "__module__", "") == loaded.__name__
     ]
+    given = [*given, *(alias.name for alias in imports if alias.asname == alias.name)]
     below = [f"{door}.{name}" for name, door in _DOORS.items() if door.startswith(f"meshrl.{room}.")]
     return sorted([*(f"meshrl.{room}.{name}" for name in given), *below], key=str.lower)
 

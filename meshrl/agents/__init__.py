@@ -8,59 +8,31 @@ without training. These need `pip install 'meshrl[agents]'` and are loaded on fi
 
 from typing import TYPE_CHECKING, Final
 
-from meshrl.agents.batcher import Answer, RequestBatcher
+from meshrl.agents.batcher import Answer as Answer, RequestBatcher as RequestBatcher
 from meshrl.agents.chat import (
-    Chat,
-    Function,
-    Message,
-    Tool,
-    ToolCall,
-    check_constraint,
-    read_chat,
+    Chat as Chat,
+    Function as Function,
+    Message as Message,
+    Tool as Tool,
+    ToolCall as ToolCall,
+    check_constraint as check_constraint,
+    read_chat as read_chat,
 )
-from meshrl.agents.config import AgentConfig, load_agent, load_reward
-from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
-from meshrl.agents.formats import NAME, CallForm, families, form_of
-
-__all__ = [
-    "NAME",
-    "Agent",
-    "AgentConfig",
-    "Agents",
-    "Answer",
-    "CallForm",
-    "Chat",
-    "Conversation",
-    "Drawn",
-    "Episode",
-    "Function",
-    "Gateway",
-    "GatewayConfig",
-    "Message",
-    "Prompt",
-    "Recording",
-    "RequestBatcher",
-    "Session",
-    "Tool",
-    "ToolCall",
-    "Transcript",
-    "Turn",
-    "check_constraint",
-    "conversations",
-    "families",
-    "form_of",
-    "load_agent",
-    "load_reward",
-    "read_chat",
-    "record",
-    "recorded",
-]
+from meshrl.agents.config import AgentConfig as AgentConfig, load_agent as load_agent, load_reward as load_reward
+from meshrl.agents.conversation import (
+    Conversation as Conversation,
+    Drawn as Drawn,
+    Prompt as Prompt,
+    Transcript as Transcript,
+    Turn as Turn,
+)
+from meshrl.agents.formats import NAME as NAME, CallForm as CallForm, families as families, form_of as form_of
 
 if TYPE_CHECKING:
-    from meshrl.agents.agent import Agent, Episode
-    from meshrl.agents.gateway import Gateway, GatewayConfig, Session
-    from meshrl.agents.recording import Recording, record, recorded
-    from meshrl.agents.sampler import Agents, conversations
+    from meshrl.agents.agent import Agent as Agent, Episode as Episode
+    from meshrl.agents.gateway import Gateway as Gateway, GatewayConfig as GatewayConfig, Session as Session
+    from meshrl.agents.recording import Recording as Recording, record as record, recorded as recorded
+    from meshrl.agents.sampler import Agents as Agents, conversations as conversations
 else:
     from importlib import import_module
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Final, Literal, TypeAlias, cast
 
 from meshrl import log
-from meshrl.errors import ConfigError, Discard, MachineFault, MeshrlError, described, tells_of_no_room
+from meshrl.errors import ConfigError, Discard, MachineFault, MeshrlError, described, reports_no_space
 from meshrl.supervisor import LONGEST, NOT_STARTED, supervised
 
 Runtime: TypeAlias = Literal["docker", "podman"]
@@ -125,7 +125,7 @@ async def run(
         raise Discard(last or f"{name} ended with status {status}")
     if status == NOT_STARTED:
         raise MachineFault(f"{name} ended with status {status}: {last}")
-    if tells_of_no_room(last):
+    if reports_no_space(last):
         raise Discard(f"{name} ended with status {status}: {last}")
     raise CommandFailed(f"{name} ended with status {status}: {last}")
 

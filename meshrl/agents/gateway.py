@@ -16,9 +16,8 @@ import hmac
 import itertools
 import math
 import secrets
-import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Final, Self, cast
@@ -41,7 +40,8 @@ from meshrl.agents.conversation import Conversation, Prompt
 from meshrl.agents.meaning import thought_end
 from meshrl.config import Config
 from meshrl.data import Batch, Constraint
-from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError, described
+from meshrl.errors import DataError, MeshrlError, ModelError, described
+from meshrl.http_server import HttpServer, listen
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -216,14 +216,9 @@ class Gateway:
         Raises ConfigError if the address is not available.
         """
         config, inside = self.config, self._base
-        family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
-        try:
-            listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
-        except OSError as error:
-            raise ConfigError(f"{config.host}, port {config.port}: {error.strerror}: take another port") from error
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
+        listening, host = listen(config.host, config.port), f"[{config.host}]" if ":" in config.host else config.host
         self._base = f"http://{host}:{listening.getsockname()[1]}"
-        server = _Server(
+        server = HttpServer(
             uvicorn.Config(
                 self.app,
                 http=_protocol(config.timeout),
@@ -407,14 +402,6 @@ def _no_room(message: str) -> _Refused:
 
 class _SamplerFailed(MeshrlError):
     """The sampler failed. Its exception is the cause."""
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the script."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:

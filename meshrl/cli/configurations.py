@@ -227,13 +227,13 @@ def memory(
     given, file = settings(config, overrides), find_config(config)
     known: dict[str, RoleMemory] = {}
 
-    def planned(further: Sequence[str], asked: MemoryOptions) -> MemoryPlan:
+    def planned(further: Sequence[str], options: MemoryOptions) -> MemoryPlan:
         job = load_job(file, [*given, *further])
-        return plan_memory(job.config, job.run, asked, known)
+        return plan_memory(job.config, job.run, options, known)
 
-    asked = MemoryOptions(gpus, gib, prompt, completion)
-    plan = planned([], asked)
-    plan = replace(plan, savings=savings_of(plan, asked, planned))
+    options = MemoryOptions(gpus, gib, prompt, completion)
+    plan = planned([], options)
+    plan = replace(plan, savings=savings_of(plan, options, planned))
     console = Console()
     for mesh in plan.meshes:
         _show_memory(console, mesh)

@@ -113,7 +113,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
         evaluation, folder = run_async(evaluate_task(model, options, keys))
     _show_evaluation(evaluation)
     content = msgspec.json.encode(evaluation)
-    if out is None and (earlier := _set_aside(folder / "eval.json", content)):
+    if out is None and (earlier := _keep_older_result(folder / "eval.json", content)):
         typer.echo(f"kept the earlier file as {earlier}")
     write(out or folder / "eval.json", content)
     if model is not None:
@@ -135,7 +135,7 @@ def _show_evaluation(evaluation: Evaluation) -> None:
         typer.echo(f"completions without a verdict: {evaluation.reward_errors}")
 
 
-def _set_aside(file: Path, content: bytes) -> Path | None:
+def _keep_older_result(file: Path, content: bytes) -> Path | None:
     """Rename a file with other content to `eval-1.json` and so on, and return the new name."""
     if not file.is_file() or file.read_bytes() == content:
         return None

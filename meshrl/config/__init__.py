@@ -5,24 +5,20 @@ raises one error with all mistakes, in the terms of the file. `PathIn` marks key
 `CODE` keys that may name a function in a file.
 """
 
-from meshrl.config.base import CODE, Config, Keys, PathIn, Table, dotted, expanded, leaves
-from meshrl.config.toml_file import DEEPEST, apply_overrides, load_toml, too_deep
-from meshrl.config.validation import as_list, mistakes_in, validate
-
-__all__ = [
-    "CODE",
-    "DEEPEST",
-    "Config",
-    "Keys",
-    "PathIn",
-    "Table",
-    "apply_overrides",
-    "as_list",
-    "dotted",
-    "expanded",
-    "leaves",
-    "load_toml",
-    "mistakes_in",
-    "too_deep",
-    "validate",
-]
+from meshrl.config.base import (
+    CODE as CODE,
+    Config as Config,
+    Keys as Keys,
+    PathIn as PathIn,
+    Table as Table,
+    dotted as dotted,
+    expanded as expanded,
+    leaves as leaves,
+)
+from meshrl.config.toml_file import (
+    DEEPEST as DEEPEST,
+    apply_overrides as apply_overrides,
+    load_toml as load_toml,
+    too_deep as too_deep,
+)
+from meshrl.config.validation import as_list as as_list, mistakes_in as mistakes_in, validate as validate

@@ -10,109 +10,70 @@ An answer may be held to a `Constraint`; what was drawn under it is marked by it
 unknown is NaN (`with_rewards`).
 """
 
-from meshrl.data.adapters import ADAPTER, BASE, DEFAULT_ADAPTER, adapters_of
-from meshrl.data.batch import Batch
-from meshrl.data.bucket import Bucket, Entry
-from meshrl.data.columns import Column, check_lengths, private
+from meshrl.data.adapters import (
+    ADAPTER as ADAPTER,
+    BASE as BASE,
+    DEFAULT_ADAPTER as DEFAULT_ADAPTER,
+    adapters_of as adapters_of,
+)
+from meshrl.data.batch import Batch as Batch
+from meshrl.data.bucket import Bucket as Bucket, Entry as Entry
+from meshrl.data.columns import Column as Column, check_lengths as check_lengths, private as private
 from meshrl.data.constraints import (
-    CONSTRAINT,
-    MASKED,
-    UNREPEATED,
-    Branch,
-    Constraint,
-    Masks,
-    Span,
-    masked_spans,
-    masked_text,
-    read_constraint,
+    CONSTRAINT as CONSTRAINT,
+    MASKED as MASKED,
+    UNREPEATED as UNREPEATED,
+    Branch as Branch,
+    Constraint as Constraint,
+    Masks as Masks,
+    Span as Span,
+    masked_spans as masked_spans,
+    masked_text as masked_text,
+    read_constraint as read_constraint,
 )
-from meshrl.data.delta import WeightSource
+from meshrl.data.delta import WeightSource as WeightSource
 from meshrl.data.images import (
-    FINGERPRINTS,
-    IMAGES,
-    MOST_BYTES,
-    Images,
-    data_url,
-    file_of,
-    mark_of,
-    name_of,
-    names_in,
-    opened,
-    pieces_of,
-    shown,
-    thumbnail,
-    unmarked,
+    FINGERPRINTS as FINGERPRINTS,
+    IMAGES as IMAGES,
+    MOST_BYTES as MOST_BYTES,
+    Images as Images,
+    data_url as data_url,
+    file_of as file_of,
+    mark_of as mark_of,
+    name_of as name_of,
+    names_in as names_in,
+    opened as opened,
+    pieces_of as pieces_of,
+    shown as shown,
+    thumbnail as thumbnail,
+    unmarked as unmarked,
 )
-from meshrl.data.loss_result import LossResult
-from meshrl.data.messages import Message, Prompt, messages_in, prompt_in, prompt_text
-from meshrl.data.metrics import Metrics
-from meshrl.data.ragged import Origin, Ragged, Source, check_dtype, frozen, pickled, raw
-from meshrl.data.remote_column import RemoteColumn, is_ragged
-from meshrl.data.table import lengths
-from meshrl.data.unknown import OUTCOMES, OnError, known_mean, unlearned, why_unknown, with_rewards
-from meshrl.data.weights import AdapterOf, ArrivalLog, Probe, Weights
-
-__all__ = [
-    "ADAPTER",
-    "BASE",
-    "CONSTRAINT",
-    "DEFAULT_ADAPTER",
-    "FINGERPRINTS",
-    "IMAGES",
-    "MASKED",
-    "MOST_BYTES",
-    "OUTCOMES",
-    "UNREPEATED",
-    "AdapterOf",
-    "ArrivalLog",
-    "Batch",
-    "Branch",
-    "Bucket",
-    "Column",
-    "Constraint",
-    "Entry",
-    "Images",
-    "LossResult",
-    "Masks",
-    "Message",
-    "Metrics",
-    "OnError",
-    "Origin",
-    "Probe",
-    "Prompt",
-    "Ragged",
-    "RemoteColumn",
-    "Source",
-    "Span",
-    "WeightSource",
-    "Weights",
-    "adapters_of",
-    "check_dtype",
-    "check_lengths",
-    "data_url",
-    "file_of",
-    "frozen",
-    "is_ragged",
-    "known_mean",
-    "lengths",
-    "mark_of",
-    "masked_spans",
-    "masked_text",
-    "messages_in",
-    "name_of",
-    "names_in",
-    "opened",
-    "pickled",
-    "pieces_of",
-    "private",
-    "prompt_in",
-    "prompt_text",
-    "raw",
-    "read_constraint",
-    "shown",
-    "thumbnail",
-    "unlearned",
-    "unmarked",
-    "why_unknown",
-    "with_rewards",
-]
+from meshrl.data.loss_result import LossResult as LossResult
+from meshrl.data.messages import (
+    Message as Message,
+    Prompt as Prompt,
+    messages_in as messages_in,
+    prompt_in as prompt_in,
+    prompt_text as prompt_text,
+)
+from meshrl.data.metrics import Metrics as Metrics
+from meshrl.data.ragged import (
+    Origin as Origin,
+    Ragged as Ragged,
+    Source as Source,
+    check_dtype as check_dtype,
+    frozen as frozen,
+    pickled as pickled,
+    raw as raw,
+)
+from meshrl.data.remote_column import RemoteColumn as RemoteColumn, is_ragged as is_ragged
+from meshrl.data.table import lengths as lengths
+from meshrl.data.unknown import (
+    OUTCOMES as OUTCOMES,
+    OnError as OnError,
+    known_mean as known_mean,
+    unlearned as unlearned,
+    why_unknown as why_unknown,
+    with_rewards as with_rewards,
+)
+from meshrl.data.weights import AdapterOf as AdapterOf, ArrivalLog as ArrivalLog, Probe as Probe, Weights as Weights

@@ -34,7 +34,7 @@ from meshrl.mesh.actor import CollectiveActor, Rank
 from meshrl.mesh.contract import Contract, Endpoint
 from meshrl.mesh.engine import Engine, Member, OnSpan, Request
 from meshrl.mesh.refs import put_large, resolve
-from meshrl.mesh.scatter import UNDIVIDED, Along, Plan, Planner, make_plan, scatter_args
+from meshrl.mesh.scatter import UNDIVIDED, MeshView, Plan, Planner, make_plan, scatter_args
 from meshrl.mesh.sharding import Axes, Rows
 
 P = ParamSpec("P")
@@ -69,7 +69,7 @@ class Deployment:
     """Lowest number of ranks that the actor can work with. 0: all of them."""
     away: set[int] = field(default_factory=set[int], compare=False, repr=False)
     """The numbers of the ranks that calls leave out. All views of the actor share this set."""
-    _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _seen: dict[Axes, MeshView] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cached results of `along`."""
 
     @property
@@ -84,10 +84,10 @@ class Deployment:
         several = len(self.members) > 1 and self.shape.get("dp") == len(self.members)
         return several and not issubclass(self.actor, CollectiveActor)
 
-    def along(self, axes: Axes) -> Along:
+    def along(self, axes: Axes) -> MeshView:
         """Return the ranks along these axes."""
         if axes not in self._seen:
-            self._seen[axes] = Along.of(axes, self.shape)
+            self._seen[axes] = MeshView.of(axes, self.shape)
         return self._seen[axes]
 
 
@@ -183,10 +183,7 @@ class BoundEndpoint:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def stream(
-        self,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        scattered: Scattered | None = None,
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], scattered: Scattered | None = None
     ) -> AsyncGenerator[object]:
         """Yield the values of a call. `scattered`: the result of `requests`, if it is known."""
         it, axes = self.deployment, self.endpoint.result.axes
@@ -373,9 +370,7 @@ def _sizes(arguments: Iterable[object]) -> tuple[int | None, int | None]:
     return sum(map(len, batches)) if batches else None, sum(tokens) if tokens else None
 
 
-def each(
-    endpoint: Callable[P, Coroutine[object, Never, R]],
-) -> Callable[P, Coroutine[object, Never, list[R]]]:
+def each(endpoint: Callable[P, Coroutine[object, Never, R]]) -> Callable[P, Coroutine[object, Never, list[R]]]:
     """Call an endpoint without joining its results: returns a list with one result for each rank.
 
     `results = await each(policy.update)(batch)`. Raises ContractError for an endpoint that is a stream.

@@ -25,7 +25,7 @@ UNDIVIDED: Plan = ()
 
 
 @dataclass(frozen=True)
-class Along:
+class MeshView:
     """A mesh, seen along some of its axes. Members are numbered with the last axis fastest."""
 
     parts: int

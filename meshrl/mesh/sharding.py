@@ -79,8 +79,7 @@ SplitT = TypeVar(
     bound=Splittable | Array | Mapping[str, Splittable | Array] | Sequence[Splittable] | Sequence[Array] | None,
 )
 JoinT = TypeVar(
-    "JoinT",
-    bound=Joinable | Array | Mapping[str, Joinable | Array] | Sequence[Joinable] | Sequence[Array] | None,
+    "JoinT", bound=Joinable | Array | Mapping[str, Joinable | Array] | Sequence[Joinable] | Sequence[Array] | None
 )
 MeanT = TypeVar("MeanT", bound=Averageable | float | Array | Mapping[str, float])
 SumT = TypeVar("SumT", bound=Addable | float | Array | Mapping[str, float])

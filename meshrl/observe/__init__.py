@@ -11,48 +11,52 @@ and `render_comparison` make pages, and `make_trace` makes the trace.
 from typing import TYPE_CHECKING
 
 from meshrl.observe.analysis import (
-    BOUND,
-    Intervals,
-    alone,
-    deliveries_of,
-    duration,
-    idleness,
-    overlap,
-    run_lines,
-    seconds_in,
-    subtract,
-    time_lines,
-    union,
+    BOUND as BOUND,
+    Intervals as Intervals,
+    alone as alone,
+    deliveries_of as deliveries_of,
+    duration as duration,
+    idleness as idleness,
+    overlap as overlap,
+    run_lines as run_lines,
+    seconds_in as seconds_in,
+    subtract as subtract,
+    time_lines as time_lines,
+    union as union,
 )
-from meshrl.observe.comparison import Comparison, compare, render_comparison
-from meshrl.observe.diagnosis import STEPS, Finding, diagnose
-from meshrl.observe.groups import settings_of
-from meshrl.observe.metric_info import metric_info
-from meshrl.observe.page import render
+from meshrl.observe.comparison import (
+    Comparison as Comparison,
+    compare as compare,
+    render_comparison as render_comparison,
+)
+from meshrl.observe.diagnosis import STEPS as STEPS, Finding as Finding, diagnose as diagnose
+from meshrl.observe.groups import settings_of as settings_of
+from meshrl.observe.metric_info import metric_info as metric_info
+from meshrl.observe.page import render as render
 from meshrl.observe.run_files import (
-    CONTROL,
-    LOOKS,
-    NOW,
-    PAUSED,
-    REQUESTS,
-    Command,
-    Now,
-    Record,
-    Runs,
-    Waits,
-    ask,
-    find_run,
-    read_events,
-    read_numbers,
-    read_run,
-    requested_at,
-    run_to_watch,
-    table_of,
+    CONTROL as CONTROL,
+    LOOKS as LOOKS,
+    NOW as NOW,
+    PAUSED as PAUSED,
+    REQUESTS as REQUESTS,
+    Command as Command,
+    RunStatus as RunStatus,
+    Record as Record,
+    Runs as Runs,
+    Waits as Waits,
+    ask as ask,
+    find_run as find_run,
+    read_events as read_events,
+    read_numbers as read_numbers,
+    read_run as read_run,
+    requested_at as requested_at,
+    run_to_watch as run_to_watch,
+    table_of as table_of,
 )
-from meshrl.observe.timeline import make_trace
+from meshrl.observe.timeline import make_trace as make_trace
 
 if TYPE_CHECKING:
-    from meshrl.observe.server import Watcher
+    from meshrl.observe.server import Watcher as Watcher
 else:
     from importlib import import_module
 
@@ -67,48 +71,3 @@ else:
             raise BackendError(
                 f"meshrl watch needs the package {error.name!r}, which is not installed: pip install 'meshrl[watch]'"
             ) from error
-
-
-__all__ = [
-    "BOUND",
-    "CONTROL",
-    "LOOKS",
-    "NOW",
-    "PAUSED",
-    "REQUESTS",
-    "STEPS",
-    "Command",
-    "Comparison",
-    "Finding",
-    "Intervals",
-    "Now",
-    "Record",
-    "Runs",
-    "Waits",
-    "Watcher",
-    "alone",
-    "ask",
-    "compare",
-    "deliveries_of",
-    "diagnose",
-    "duration",
-    "find_run",
-    "idleness",
-    "make_trace",
-    "metric_info",
-    "overlap",
-    "read_events",
-    "read_numbers",
-    "read_run",
-    "render",
-    "render_comparison",
-    "requested_at",
-    "run_lines",
-    "run_to_watch",
-    "seconds_in",
-    "settings_of",
-    "subtract",
-    "table_of",
-    "time_lines",
-    "union",
-]

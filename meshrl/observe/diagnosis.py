@@ -43,7 +43,7 @@ class _Numbers:
         curves = ((name, curve_of(record.evaluations, name)) for name in ("eval/greedy", "eval/reward"))
         self.held_out = next(((name, curve) for name, curve in curves if curve is not None), None)
         """Name and curve of the measure on held-out prompts. None without one."""
-        result = _after(record.summary, self.reward)
+        result = _held_out_result(record.summary, self.reward)
         if result is None and self.held_out and self.held_out[0] != "eval/reward":
             result = self.held_out[1].last
         if result is None and self.reward is not None and self.reward.scale <= 1:
@@ -68,7 +68,7 @@ def diagnose(record: Record) -> Sequence[Finding]:
     return tuple(Finding(name, evidence, advice) for name, evidence, advice in signs if evidence)
 
 
-def _after(summary: Line, reward: Curve | None) -> float | None:
+def _held_out_result(summary: Line, reward: Curve | None) -> float | None:
     """The summary's result on held-out prompts after the last step, if its maximum is known."""
     if (exact := finite(summary.get("exact_match_after"))) is not None:
         return exact
@@ -155,7 +155,7 @@ def _clipped(run: _Numbers) -> str:
     return f"`clip_fraction`: the loss clips {clipped.last:.0%} of the tokens (the median of the last steps)"
 
 
-def _apart(run: _Numbers) -> str:
+def _sampler_difference(run: _Numbers) -> str:
     apart = run.step("sampler_difference")
     if apart is None or apart.last <= 0.05:
         return ""
@@ -212,7 +212,7 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[_Numbers], str], str]]] = (
     ("clipped tokens", _clipped, "lower `policy.optimizer.lr`, `epochs` or `minibatches`"),
     (
         "sampler apart",
-        _apart,
+        _sampler_difference,
         "give both sides the same dtype and attention, and for a mixture of experts set `sampler.record_experts`",
     ),
     ("stale rows", _stale, "lower `ahead`, make fewer updates for each batch, or lower `policy.optimizer.lr`"),

@@ -26,8 +26,8 @@ from meshrl.observe.run_files import (
     SAMPLE,
     TOKENS,
     Line,
-    Now,
     Record,
+    RunStatus,
     open_requests,
     sample_of,
     table_of,
@@ -58,12 +58,14 @@ class LiveRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics = _Followed(folder / "metrics.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line))
-        self._evaluations = _Followed(folder / "evaluations.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line))
-        self._samples = _Followed(folder / "samples.jsonl", SAMPLE, _Samples, _Samples.add)
-        self._events = _Followed(folder / "events.jsonl", EVENT, _Events, lambda kept, event, _: kept.add(event))
+        self._metrics = _GrowingFile(folder / "metrics.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line))
+        self._evaluations = _GrowingFile(
+            folder / "evaluations.jsonl", LINE, Thinned, lambda kept, line, _: kept.add(line)
+        )
+        self._samples = _GrowingFile(folder / "samples.jsonl", SAMPLE, _Samples, _Samples.add)
+        self._events = _GrowingFile(folder / "events.jsonl", EVENT, _Events, lambda kept, event, _: kept.add(event))
         self._config, self._summary_file, self._now_file = (
-            _Rewritten(folder / name) for name in ("config.toml", "summary.json", NOW)
+            _RewrittenFile(folder / name) for name in ("config.toml", "summary.json", NOW)
         )
         self._state: tuple[str, list[str]] = "", []
         """Status and open requests at the last look."""
@@ -87,9 +89,9 @@ class LiveRun:
         return report_changed or now_changed, more
 
     @property
-    def now(self) -> Now | None:
+    def now(self) -> RunStatus | None:
         """The run's current state. None if it is not running or is silent."""
-        return _decoded(self._now_file.content, Now) if self._now_file.age < SILENT else None
+        return _decoded(self._now_file.content, RunStatus) if self._now_file.age < SILENT else None
 
     def is_under_way(self) -> bool:
         """True if the run is alive. Reads the file again, because the last look may be old."""
@@ -306,7 +308,7 @@ class _Samples:
         return self._places.get(at)
 
 
-class _Followed(Generic[K, T]):
+class _GrowingFile(Generic[K, T]):
     """A file of lines that grows, and what is kept of them."""
 
     def __init__(
@@ -401,7 +403,7 @@ class Tail:
         return file.read(len(self._before)) == self._before
 
 
-class _Rewritten:
+class _RewrittenFile:
     """A file that is rewritten each time, and its content."""
 
     def __init__(self, path: Path) -> None:

@@ -19,7 +19,7 @@ FILES: Final = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl",
 _WRITTEN: Final = FILES[1:]
 """Files that only a run writes. A project's folder may contain a configuration too."""
 NOW: Final = "now.json"
-"""File in the folder of a running run: a `Now`, rewritten each second and removed at the run's end."""
+"""File in the folder of a running run: a `RunStatus`, rewritten each second and removed at the run's end."""
 LOOKS: Final = 1.0
 """Longest time between two looks, in seconds."""
 PAUSED: Final = "the end of a pause"
@@ -59,7 +59,7 @@ class Runs(msgspec.Struct, frozen=True):
     """Seconds so far."""
 
 
-class Now(msgspec.Struct, frozen=True):
+class RunStatus(msgspec.Struct, frozen=True):
     """The state of a run at one moment."""
 
     at: float

@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeAlias, cast, get_args
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl import log
 from meshrl.errors import ConfigError
+from meshrl.http_server import HttpServer, listen
 from meshrl.observe.live import LiveRun
 from meshrl.observe.page import SCRIPTS, STYLES, html_page, joined
 from meshrl.observe.run_files import Command, ask
@@ -99,12 +100,11 @@ class Watcher:
         Raises ConfigError if the requested port is taken.
         """
         listening, self._is_closing = _listening(port), False
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, ws="none", server_header=False
         )
-        server = _Server(config)
+        server = HttpServer(config)
         task = asyncio.create_task(server.serve([listening]))
         try:
             yield self
@@ -221,20 +221,20 @@ def _of_lists(old: list[object], new: list[object], shifted: int) -> tuple[Patch
         return SAME, 0
     if not old or not new:
         return [new], 0
-    drop, keep = _kept(old, new, shifted)
+    drop, keep = _best_overlap(old, new, shifted)
     if not drop and len(old) == len(new) and all(isinstance(each, dict) for each in (*old, *new)):
         places = {str(at): _difference(*pair, 0)[0] for at, pair in enumerate(zip(old, new, strict=True))}
         return {at: patch for at, patch in places.items() if patch is not SAME}, 0
     return ([drop, keep, new[keep:]] if keep else [new]), drop
 
 
-def _kept(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
+def _best_overlap(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
     """Return how many elements to drop and how many to keep, such that most are kept."""
     drops = {0, min(shifted, len(old)), old.index(new[0]) if new[0] in old else 0}
-    return max(((drop, _common(old, new, drop)) for drop in drops), key=lambda pair: pair[1])
+    return max(((drop, _equal_elements(old, new, drop)) for drop in drops), key=lambda pair: pair[1])
 
 
-def _common(old: list[object], new: list[object], drop: int) -> int:
+def _equal_elements(old: list[object], new: list[object], drop: int) -> int:
     """Count the equal elements from there on."""
     most = min(len(old) - drop, len(new))
     if old[drop : drop + most] == new[:most]:
@@ -255,21 +255,13 @@ def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, byt
     return _changes(before, {**first, "notes": [*notes, f"The page stands still, as {message}"]})
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the command."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 def _listening(port: int | None) -> socket.socket:
     try:
-        return socket.create_server((_HOST, _PORT if port is None else port), backlog=64)
-    except OSError as error:
+        return listen(_HOST, _PORT if port is None else port, "choose another one with --port")
+    except ConfigError:
         if port is None:
-            return socket.create_server((_HOST, 0), backlog=64)
-        raise ConfigError(f"port {port} of {_HOST}: {error.strerror}: choose another one with --port") from error
+            return listen(_HOST, 0)
+        raise
 
 
 def _app(watcher: Watcher) -> Starlette:

@@ -4,24 +4,20 @@
 older than `ahead` publications is ever trained on. A recorded schedule can be repeated bit by bit.
 """
 
-from meshrl.overlap.replay import CACHE, DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
-from meshrl.overlap.stream import Rollouts, rollouts
-from meshrl.overlap.stream_state import Score
-from meshrl.overlap.synchronous import greedy_baseline, has_signal, publish, rollout
-
-__all__ = [
-    "CACHE",
-    "DIFFERENCE",
-    "Loop",
-    "Rollouts",
-    "Schedule",
-    "Score",
-    "greedy_baseline",
-    "has_signal",
-    "publish",
-    "read_kept_rows",
-    "read_schedule",
-    "rollout",
-    "rollouts",
-    "schedule",
-]
+from meshrl.overlap.replay import (
+    CACHE as CACHE,
+    DIFFERENCE as DIFFERENCE,
+    Loop as Loop,
+    Schedule as Schedule,
+    read_kept_rows as read_kept_rows,
+    read_schedule as read_schedule,
+    schedule as schedule,
+)
+from meshrl.overlap.stream import Rollouts as Rollouts, rollouts as rollouts
+from meshrl.overlap.stream_state import Score as Score
+from meshrl.overlap.synchronous import (
+    greedy_baseline as greedy_baseline,
+    has_signal as has_signal,
+    publish as publish,
+    rollout as rollout,
+)

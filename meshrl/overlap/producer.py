@@ -140,7 +140,7 @@ class Producer:
             return chunk.select(np.zeros(0, np.int64))
         self._router.take(call.shares, rows.groups.tolist())
         self.replicas.delivered(replica)
-        return _without(rows, call.lost) if call.lost else rows
+        return _without_groups(rows, call.lost) if call.lost else rows
 
     def end(self, call: GenerateRequest, replica: int, error: Exception | None) -> None:
         """Finish a call on a replica, after its rows are counted. Lost groups are sampled again.
@@ -157,7 +157,7 @@ class Producer:
         if not call.unfinished:
             del self._running[call.number]
             if call.aborted:
-                self._resume(_without(Batch.join(call.aborted).drop("aborted"), call.lost), call)
+                self._resume(_without_groups(Batch.join(call.aborted).drop("aborted"), call.lost), call)
         self._state.condition.notify_all()
 
     def unread(self, labels: list[int], error: Exception) -> None:
@@ -257,7 +257,7 @@ class Producer:
             call.lost.update(call.shares.keys() & set(labels))
         for number, (rows, call) in list(self._resumable.items()):
             del self._resumable[number]
-            self._resume(_without(rows, labels), call)
+            self._resume(_without_groups(rows, labels), call)
 
     def _resume(self, rows: Batch, call: GenerateRequest) -> None:
         """Let these rows of a call continue later."""
@@ -265,6 +265,6 @@ class Producer:
             self._resumable[call.number] = rows, call
 
 
-def _without(rows: Batch, labels: Collection[int]) -> Batch:
+def _without_groups(rows: Batch, labels: Collection[int]) -> Batch:
     """Return the rows of other groups than these."""
     return rows.select(np.logical_not(np.isin(rows.groups, list(labels))))

@@ -58,7 +58,7 @@ async def publish(
     whole model's: DataError for others. Raises DataError for the sampler of an open stream.
     """
     to = sink.get()
-    asked = to.now() if to else 0.0
+    requested = to.now() if to else 0.0
     for sampler in samplers:
         if any(stream.feeds_on(sampler) for stream in Rollouts.live):
             raise DataError("the sampler feeds a stream of rollouts, which counts versions: publish to the stream")
@@ -76,7 +76,7 @@ async def publish(
             else:
                 await outlive(sampler, partial(load_into, sampler, weights))
             if to:
-                to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
+                to.emit(Swap(weights.version, requested, began, to.now(), weights.nbytes))
     return weights
 
 

@@ -7,20 +7,7 @@ A simulation runs a script in virtual time on roles that only take time (the bac
 simulate` adapts the durations of a recorded run to the places where calls will run.
 """
 
-from meshrl.planning.forecast import Forecast, forecast_of, simulate_job
-from meshrl.planning.plan import Plan, PlanOptions, Proposal, make_plan
-from meshrl.planning.records import RecordedRun, fit
-from meshrl.planning.space import Devices
-
-__all__ = [
-    "Devices",
-    "Forecast",
-    "Plan",
-    "PlanOptions",
-    "Proposal",
-    "RecordedRun",
-    "fit",
-    "forecast_of",
-    "make_plan",
-    "simulate_job",
-]
+from meshrl.planning.forecast import Forecast as Forecast, forecast_of as forecast_of, simulate_job as simulate_job
+from meshrl.planning.plan import Plan as Plan, PlanOptions as PlanOptions, Proposal as Proposal, make_plan as make_plan
+from meshrl.planning.records import RecordedRun as RecordedRun, fit as fit
+from meshrl.planning.space import Devices as Devices

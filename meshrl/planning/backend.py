@@ -19,7 +19,7 @@ from meshrl.data import Batch, LossResult, Metrics, Ragged, Source, Weights
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
-from meshrl.planning.pace import CallDurations, Endpoint, Pace, Tape
+from meshrl.planning.pace import CallDurations, Endpoint, Pace, StepSequence
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampling, Step, SteppingSampler
 
 MODELS = "ignored"
@@ -111,7 +111,7 @@ class SimTiming:
     """Gives a simulated role the duration of its calls."""
 
     pace: Pace
-    tape: Tape
+    tape: StepSequence
     processors: Sequence[Processor]
     """One processor per rank of the mesh, shared by the roles on it."""
     draws: list[tuple[Endpoint, CallDurations]]
@@ -126,7 +126,7 @@ class SimEngine(LocalEngine):
 
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__(inline_bytes=None, isolates=False)
-        self.tape: Tape = Tape(pace.steps, seed)
+        self.tape: StepSequence = StepSequence(pace.steps, seed)
         self._draws: list[tuple[Endpoint, CallDurations]] = []
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}

@@ -26,7 +26,7 @@ from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
 from meshrl.observe import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
 from meshrl.planning.backend import SimEngine
-from meshrl.planning.pace import CallDurations, Pace, Tape, step_windows
+from meshrl.planning.pace import CallDurations, Pace, StepSequence, step_windows
 from meshrl.planning.records import WARM_UP, RecordedRun, fit
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run
@@ -173,7 +173,7 @@ class _SimRun(Run):
 
     own: CallDurations
     """Seconds per step."""
-    tape: Tape
+    tape: StepSequence
     writes: bool
     """True if the numbers of steps are recorded, because the folder is kept."""
 

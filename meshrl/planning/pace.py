@@ -117,7 +117,7 @@ class Pace:
         return halves if (("Policy", halves) in self.works and ("Policy", "update") not in self.works) else "update"
 
 
-class Tape:
+class StepSequence:
     """Chooses the recorded step that a simulated step follows: stretches of steps, in an order set by the seed.
 
     Calls that were slow together are slow together again. Each turn follows every stretch once.
@@ -150,7 +150,7 @@ class CallDurations:
     """The durations of an endpoint's calls on one rank, from the tape's place in the record."""
 
     def __init__(
-        self, works: Sequence[CallCost], rank: int, tape: Tape, beyond: tuple[float, float] = (0.0, 0.0)
+        self, works: Sequence[CallCost], rank: int, tape: StepSequence, beyond: tuple[float, float] = (0.0, 0.0)
     ) -> None:
         """`works`: in recorded order. `beyond`: as in `Pace`."""
         self._works = works

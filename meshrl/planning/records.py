@@ -122,7 +122,7 @@ class RecordedRun:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Assumptions:
     """Assumptions for what no record shows."""
 
     cores: float = 0.4
@@ -131,15 +131,15 @@ class Guesses:
     """Efficiency of each doubling of the ranks that share the same rows, along tp, pp or cp."""
 
 
-GUESSES: Final = Guesses()
-_ENDS: Final = [Guesses(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
+GUESSES: Final = Assumptions()
+_ENDS: Final = [Assumptions(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
 """Extremes of the assumptions."""
 _ROWS: Final = (-0.5, 0.1)
 """Extremes of the exponent of a call's time off its line, for rows beyond the recorded ones. Calls with few rows have
 been up to 1.4 times as long with half of the rows (docs/benchmarks.md, Planned and measured steps)."""
 
 
-def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Pace:
+def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, guesses: Assumptions = GUESSES) -> Pace:
     """Estimate the costs of calls in a configuration: for each role, from the most similar record.
 
     That is the record with the nearest number of cores per rank and of ranks that share rows, or the first of equal
@@ -155,7 +155,7 @@ def fit(records: Sequence[RecordedRun], table: Table, cores: int | None = None, 
     for role, wanted in wanted_places.items():
         had, pace = places[chosen[role]][role], records[chosen[role]].pace
         keys = [key for key in pace.works if key[0] == role]
-        if keys and pace.strict and (unlike := _unlike(had, wanted)):
+        if keys and pace.strict and (unlike := _assumption_of_hardware(had, wanted)):
             notes.append(f"{role}: {unlike}")
         if keys and had.split != wanted.split:
             notes.append(f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}")
@@ -196,7 +196,7 @@ def fit_ends(records: Sequence[RecordedRun], table: Table, cores: int | None = N
     return slow, fast
 
 
-def _unlike(had: Place, wanted: Place) -> str:
+def _assumption_of_hardware(had: Place, wanted: Place) -> str:
     """The assumption that a recorded rank computes like the wanted one, if nothing says so. Or nothing."""
     if had.gpus != wanted.gpus and 0 not in (had.cpus, wanted.cpus):  # a function may have no core
         kinds = "CPU", "GPU"

@@ -4,7 +4,16 @@
 for sessions and checkpoints, and verbs of meshrl, with whole batches, for the rest.
 """
 
-from meshrl.remote.handles import Remote, RemotePolicy, RemoteSampler, connect
-from meshrl.remote.messages import MSGPACK, Call, Generate, Made, Packed
-
-__all__ = ["MSGPACK", "Call", "Generate", "Made", "Packed", "Remote", "RemotePolicy", "RemoteSampler", "connect"]
+from meshrl.remote.handles import (
+    Remote as Remote,
+    RemotePolicy as RemotePolicy,
+    RemoteSampler as RemoteSampler,
+    connect as connect,
+)
+from meshrl.remote.messages import (
+    MSGPACK as MSGPACK,
+    Call as Call,
+    Generate as Generate,
+    Made as Made,
+    Packed as Packed,
+)

@@ -31,7 +31,7 @@ _FEW: Final = 10.0
 """The same for what need not succeed."""
 
 
-class Gone(DataError):
+class RequestExpired(DataError):
     """The server has the request or its result no more."""
 
 
@@ -65,7 +65,7 @@ class Client:
         return str(msgspec.json.decode(begun, type=dict[str, object])["request_id"])
 
     async def result_of(self, name: str) -> Made:
-        """Return the result of a request that was taken under this name. Errors as in `ask`, and Gone if it is lost."""
+        """Return the result of a request taken under this name. Errors: see `ask`, and RequestExpired if it is lost."""
         while True:
             wanted = msgspec.json.encode({"request_id": name})
             answer, kind = await self.ask("/api/v1/retrieve_future", wanted, _JSON)
@@ -86,12 +86,16 @@ class Client:
         """
         since, wait, why = time.monotonic(), _SOON, ""
         while True:
-            status, answer, sent_as = await _apart(partial(self._attempt, path, body, kind, method))
+            status, answer, sent_as = await _in_thread(partial(self._attempt, path, body, kind, method))
             if status == HTTPStatus.OK or (status == HTTPStatus.REQUEST_TIMEOUT and b'"try_again"' in answer):
                 return answer, sent_as
             text = _text(answer)
             if status and status not in (408, 429, 500, 502, 503, 504):
-                raise Gone(f"{self.url}: {text}") if status == HTTPStatus.GONE else _error(self.url, text, "user")
+                raise (
+                    RequestExpired(f"{self.url}: {text}")
+                    if status == HTTPStatus.GONE
+                    else _error(self.url, text, "user")
+                )
             if not why:
                 log.warning(f"{self.url} does not answer, and is asked again", error=text, status=status)
             why = text
@@ -104,10 +108,10 @@ class Client:
         """Return status, body and content type of one attempt. Status 0 if there was no whole answer."""
         url = path if path.startswith("http") else f"{self.url}{path}"
         headers = {"X-API-Key": self._key, "Content-Type": kind}
-        asked = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
+        request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
         try:
             try:
-                with urllib.request.urlopen(asked, timeout=self._seconds) as answer:  # noqa: S310 -- checked above
+                with urllib.request.urlopen(request, timeout=self._seconds) as answer:  # noqa: S310 -- checked above
                     return HTTPStatus.OK, answer.read(), str(answer.headers.get_content_type())
             except urllib.error.HTTPError as error:
                 with error:
@@ -116,7 +120,7 @@ class Client:
             return 0, f"{type(error).__name__}: {error}".encode(), _JSON
 
 
-async def _apart(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[[], T]) -> T:
     """Call this in a separate thread. No call waits for others' long polls, and the end of the process for none."""
     made: Future[T] = Future()
 

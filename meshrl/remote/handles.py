@@ -15,7 +15,7 @@ import numpy as np
 from meshrl.algo import Loss
 from meshrl.data import ADAPTER, Batch, LossResult, Metrics, Weights
 from meshrl.errors import DataError, MeshrlError, ModelError
-from meshrl.remote.client import Client, Gone
+from meshrl.remote.client import Client, RequestExpired
 from meshrl.remote.messages import Call, Generate, Made, Named, Packed, Verb
 from meshrl.roles import Policy, PolicyConfig, Sampler, Sampling, Step, places_of
 
@@ -228,7 +228,7 @@ class RemoteSampler(Sampler):
             self._calls += 1
         prompts = await _own_rows(prompts).load()
         read = prompts.only(*(name for name in _READ if name in prompts))
-        asked = Generate(
+        request = Generate(
             f"{self._session}:generate:{secrets.token_hex(12)}",
             self._path,
             Packed.of(read.assign(**{_PLACE: np.arange(len(prompts))})),
@@ -236,15 +236,15 @@ class RemoteSampler(Sampler):
             sampling.beside,
             sampling.joins,
         )
-        rows = _batch_of(await self._generated(msgspec.msgpack.encode(asked)))
+        rows = _batch_of(await self._generated(msgspec.msgpack.encode(request)))
         made = rows.drop(*(name for name in (*read.names, _PLACE) if name in rows and name not in _DRAWN))
         yield prompts.select(rows.row(_PLACE)).assign(**made.columns)
 
-    async def _generated(self, asked: bytes) -> Made:
+    async def _generated(self, request: bytes) -> Made:
         """Return the rows of a call, which a server that began again, or had no room for them, draws again."""
         while True:
-            with suppress(Gone):
-                return await self._client.result("meshrl/generate", asked)
+            with suppress(RequestExpired):
+                return await self._client.result("meshrl/generate", request)
 
     async def load(self, weights: Weights) -> Batch:
         """Draw from these weights from the next call on. ModelError if they are not of a policy at a server."""

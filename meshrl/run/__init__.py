@@ -5,84 +5,59 @@ events. A killed run resumes from a checkpoint. `check` finds mistakes before a 
 guarantees, and `serve` passes a trained model to a server.
 """
 
-from meshrl.run.artifacts import merge_adapters, push, serve
-from meshrl.run.audit import Audit, Verdict, audit_run
-from meshrl.run.background_eval import BackgroundEvaluations, Measurement
-from meshrl.run.check import examine, find_doubts, find_mistakes, list_of_mistakes
-from meshrl.run.check_rows import unchecked_rows
-from meshrl.run.checkpoints import newest_checkpoint
-from meshrl.run.config import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, RunConfig, tables_of
-from meshrl.run.evaluation import (
-    BesideSampling,
-    EvalOptions,
-    Evaluation,
-    evaluate,
-    evaluate_during,
-    evaluate_run,
-    held_out,
+from meshrl.run.artifacts import merge_adapters as merge_adapters, push as push, serve as serve
+from meshrl.run.audit import Audit as Audit, Verdict as Verdict, audit_run as audit_run
+from meshrl.run.background_eval import BackgroundEvaluations as BackgroundEvaluations, Measurement as Measurement
+from meshrl.run.check import (
+    examine as examine,
+    find_doubts as find_doubts,
+    find_mistakes as find_mistakes,
+    list_of_mistakes as list_of_mistakes,
 )
-from meshrl.run.fork import plan_fork
-from meshrl.run.jobs import Job, description_of, find_config, is_shipped, load_job, make_job, pin, shipped_configs
-from meshrl.run.memory import MemoryOptions, MemoryPlan, RankMemory, RoleMemory, plan_memory, savings_of
-from meshrl.run.named_task import evaluate_task, recipe, recipe_text
-from meshrl.run.run import Run, Steps
-from meshrl.run.scaffold import copy_script
-from meshrl.run.session_audit import SessionAudit, audit_session, is_session
-from meshrl.run.train import is_machine_fault, run_job, train
-
-__all__ = [
-    "AlgorithmConfig",
-    "Audit",
-    "BackgroundEvaluations",
-    "BesideSampling",
-    "EvalOptions",
-    "Evaluation",
-    "EvaluationConfig",
-    "Job",
-    "Measurement",
-    "MemoryOptions",
-    "MemoryPlan",
-    "MeshConfig",
-    "RankMemory",
-    "RoleMemory",
-    "RolloutConfig",
-    "Run",
-    "RunConfig",
-    "SessionAudit",
-    "Steps",
-    "Verdict",
-    "audit_run",
-    "audit_session",
-    "copy_script",
-    "description_of",
-    "evaluate",
-    "evaluate_during",
-    "evaluate_run",
-    "evaluate_task",
-    "examine",
-    "find_config",
-    "find_doubts",
-    "find_mistakes",
-    "held_out",
-    "is_machine_fault",
-    "is_session",
-    "is_shipped",
-    "list_of_mistakes",
-    "load_job",
-    "make_job",
-    "merge_adapters",
-    "newest_checkpoint",
-    "pin",
-    "plan_fork",
-    "plan_memory",
-    "push",
-    "recipe",
-    "recipe_text",
-    "run_job",
-    "savings_of",
-    "serve",
-    "shipped_configs",
-    "tables_of",
-    "train",
-    "unchecked_rows",
-]
+from meshrl.run.check_rows import unchecked_rows as unchecked_rows
+from meshrl.run.checkpoints import newest_checkpoint as newest_checkpoint
+from meshrl.run.config import (
+    AlgorithmConfig as AlgorithmConfig,
+    EvaluationConfig as EvaluationConfig,
+    MeshConfig as MeshConfig,
+    RolloutConfig as RolloutConfig,
+    RunConfig as RunConfig,
+    tables_of as tables_of,
+)
+from meshrl.run.evaluation import (
+    BesideSampling as BesideSampling,
+    EvalOptions as EvalOptions,
+    Evaluation as Evaluation,
+    evaluate as evaluate,
+    evaluate_during as evaluate_during,
+    evaluate_run as evaluate_run,
+    held_out as held_out,
+)
+from meshrl.run.fork import plan_fork as plan_fork
+from meshrl.run.jobs import (
+    Job as Job,
+    description_of as description_of,
+    find_config as find_config,
+    is_shipped as is_shipped,
+    load_job as load_job,
+    make_job as make_job,
+    pin as pin,
+    shipped_configs as shipped_configs,
+)
+from meshrl.run.memory import (
+    MemoryOptions as MemoryOptions,
+    MemoryPlan as MemoryPlan,
+    RankMemory as RankMemory,
+    RoleMemory as RoleMemory,
+    plan_memory as plan_memory,
+    savings_of as savings_of,
+)
+from meshrl.run.named_task import evaluate_task as evaluate_task, recipe as recipe, recipe_text as recipe_text
+from meshrl.run.run import Run as Run, Steps as Steps
+from meshrl.run.scaffold import copy_script as copy_script
+from meshrl.run.session_audit import (
+    SessionAudit as SessionAudit,
+    audit_session as audit_session,
+    is_session as is_session,
+)
+from meshrl.run.train import is_machine_fault as is_machine_fault, run_job as run_job, train as train

@@ -434,14 +434,14 @@ def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[
         keys.setdefault(text, []).append(key)
     return as_list(
         [
-            f"{'command line' if any(_gave(each, key, text) for each in overrides for key in of) else source}: "
+            f"{'command line' if any(_sets_key(each, key, text) for each in overrides for key in of) else source}: "
             f"{', '.join(of)}: {text}"
             for text, of in keys.items()
         ]
     )
 
 
-def _gave(override: str, key: str, text: str) -> bool:
+def _sets_key(override: str, key: str, text: str) -> bool:
     """True if a mistake at a key comes from an override of it or below it, or names the override itself."""
     given, value = (each.strip() for each in override.split("=", 1))
     bare = value.strip("\"'")

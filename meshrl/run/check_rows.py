@@ -51,7 +51,7 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     rows, mistakes = filled_rows(task, _first_rows(task, _most(task)))
     if mistakes:
         return _first(mistakes)
-    if mistakes := _blind(task, config):
+    if mistakes := _roles_without_images(task, config):
         return mistakes
     models = (table_of(config, "policy", PolicyConfig), table_of(config, "sampler", SamplerConfig))
     if model := next((model for model in models if model and uses_model(model) != "ignored"), None):
@@ -69,7 +69,7 @@ def _row_mistakes(task: TaskConfig, config: Config) -> list[str]:
     return mistakes
 
 
-def _blind(task: TaskConfig, config: Config) -> list[str]:
+def _roles_without_images(task: TaskConfig, config: Config) -> list[str]:
     """Return the roles of a task with images that take none, and its agent, which gets the text of a row alone."""
     agents = [path for path, table in tables_of(config) if isinstance(table, AgentConfig)]
     if task.images and agents:

@@ -160,7 +160,7 @@ async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> M
     """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
     prompts = len(sampled) // n
     rewards = sampled.rewards.reshape(prompts, n)
-    truncated, reward_errors = _faults(greedy, sampled)
+    truncated, reward_errors = _error_counts(greedy, sampled)
     # Only the rows sampled last have the newest token, and no token column of the greedy ones is loaded.
     newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
@@ -178,7 +178,7 @@ async def _numbers(greedy: Batch, sampled: Batch, n: int, threshold: float) -> M
     }
 
 
-def _faults(*judged: Batch) -> tuple[float, int]:
+def _error_counts(*judged: Batch) -> tuple[float, int]:
     """The share of the last completions that were cut at the token limit, and all whose reward function raised."""
     errors = [error for each in judged if "reward_error" in each for error in each.objects("reward_error")]
     return float(np.asarray(judged[-1].row("truncated"), np.float64).mean()), sum(error is not None for error in errors)
@@ -456,7 +456,7 @@ def estimated(
     rewards = drawn.rewards.reshape(len(greedy), -1)
     means = [known_mean(row) for row in rewards]
     right = int((greedy.rewards >= options.threshold).sum())
-    truncated, reward_errors = _faults(*both)
+    truncated, reward_errors = _error_counts(*both)
     columns = {name.removeprefix("reward_"): each for name, each in greedy.stored.items() if name.startswith("reward_")}
     parts = {name: each[~np.isnan(each)] for name, each in columns.items() if isinstance(each, np.ndarray)}
     return Evaluation(
@@ -525,16 +525,16 @@ def _sampler_config(
 ) -> SamplerConfig:
     shared = policy.model_dump(include={"dtype", "chat", "chat_template_kwargs"})
     backend = {"backend": options.backend} if options.backend else {}
-    return validate(SamplerConfig, {**shared, **_own(table, "sampler"), "model": str(folder), **backend}, file)
+    return validate(SamplerConfig, {**shared, **_role_table(table, "sampler"), "model": str(folder), **backend}, file)
 
 
 def _reward_config(file: Path, table: Table, options: EvalOptions) -> RewardConfig | RewardModelConfig:
     if options.reward is not None:
         return RewardConfig(function=options.reward)
-    own = _own(table, "reward")
+    own = _role_table(table, "reward")
     return validate(RewardModelConfig, own, file) if "model" in own else validate(RewardConfig, own, file)
 
 
-def _own(table: Table, role: str) -> Table:
+def _role_table(table: Table, role: str) -> Table:
     """Return a role's table without the keys that place it in a run. Here each role runs alone."""
     return {key: value for key, value in table_of(table, role).items() if key not in ("mesh", "axes", "lora")}

@@ -96,7 +96,7 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     a schedule. Also if the new folder exists, its name is a path, or the overrides contain settings of the fork itself.
     """
     for override in overrides:
-        if (key := _parted(override)[0]) in _OWN:
+        if (key := _split_override(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is set by the fork itself. Name the new run with --name")
     try:
         table = read_configuration(earlier)
@@ -121,7 +121,7 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
             f"ahead = {table['ahead']}: steps {begins} to {step - 1} are repeated, and may give other results, "
             "because rollouts and training overlap differently. With ahead = 0 the results are the same bit by bit"
         )
-    seed = next((value for key, value in map(_parted, overrides) if key == "run.seed"), None)
+    seed = next((value for key, value in map(_split_override, overrides) if key == "run.seed"), None)
     if seed == str(run.get("seed", 0)):
         seed = None
     own = [
@@ -155,14 +155,14 @@ def _folder_beside(earlier: Path, step: int, name: str | None) -> Path:
     raise ConfigError(f"{folder} exists already: {do} the new run another name with --name")
 
 
-def _parted(override: str) -> tuple[str, str]:
+def _split_override(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return ".".join(part.strip() for part in key.split(".")), value.strip()
 
 
 def _seeds(table: Table, seed: str, overrides: Sequence[str]) -> Sequence[str]:
     """Return overrides that give a seed to the roles that used the run's. Seeds in `overrides` take precedence."""
-    given = {key for key, _ in map(_parted, overrides)}
+    given = {key for key, _ in map(_split_override, overrides)}
     before = table_of(table, "run").get("seed", 0)
     roles = [key for key in table if "backend" in (role := table_of(table, key)) and role.get("seed") == before]
     return [f"{role}.seed={seed}" for role in roles if f"{role}.seed" not in given]

@@ -61,7 +61,7 @@ print(best)
 """Multiplies matrices of float32 for a second on all cores, and prints the operations of the best second."""
 
 
-class MeshOf(NamedTuple):
+class MeshShape(NamedTuple):
     """A mesh, as far as its peak depends on it."""
 
     name: str
@@ -78,7 +78,7 @@ class Health:
         """Operations of a forward pass, by the mesh and the class of the actor."""
         self._unclear: set[str] = set()
         """Meshes with several models of one class, whose calls cannot be told apart: their utilisation is unknown."""
-        self._meshes: dict[str, MeshOf] = {}
+        self._meshes: dict[str, MeshShape] = {}
         """The meshes of these actors."""
         self._core: float | None = None
         """Operations a second of a core. None before it is measured."""
@@ -103,7 +103,7 @@ class Health:
                 if place and event.tokens and event.endpoint != _DRAWS:
                     self._count(*place, event.tokens, event.rows or 1, _PASSES.get(event.endpoint, 0))
 
-    async def learn(self, actor: str, config: ModelConfig, mesh: MeshOf) -> None:
+    async def learn(self, actor: str, config: ModelConfig, mesh: MeshShape) -> None:
         """Learn how many operations the model of an actor needs, and how many the cores of its mesh can do."""
         try:
             flops = await asyncio.to_thread(flops_of, config)
@@ -152,7 +152,7 @@ class Health:
 
     def _peak(self, mesh: str, known: Mapping[str, float]) -> float | None:
         """Operations a second of all ranks of a mesh. None if the peak is unknown."""
-        _, ranks, gpus = self._meshes.get(mesh, MeshOf(mesh, 1, 0.0))
+        _, ranks, gpus = self._meshes.get(mesh, MeshShape(mesh, 1, 0.0))
         if gpus:
             peaks = (peak for part, peak in _GPUS.items() if part in gpu_name())
             return next((peak * gpus * ranks for peak in peaks), None)

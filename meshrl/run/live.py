@@ -14,7 +14,7 @@ from meshrl import log
 from meshrl.errors import MeshrlError
 from meshrl.events import EventLog, Pending, waiting
 from meshrl.mesh import running_calls, slow_calls
-from meshrl.observe import CONTROL, LOOKS, NOW, PAUSED, REQUESTS, Command, Now, Runs, Waits, requested_at
+from meshrl.observe import CONTROL, LOOKS, NOW, PAUSED, REQUESTS, Command, Runs, RunStatus, Waits, requested_at
 from meshrl.run.folder import part_of, write_whole
 from meshrl.run.health import resident_bytes
 
@@ -62,11 +62,11 @@ class Watch:
                 return
 
 
-def _now(events: EventLog) -> Now:
+def _now(events: EventLog) -> RunStatus:
     at = events.now()
     pending = [each for each in list(Pending.table.values()) if each.to is events][:_MOST]
     calls = sorted(running_calls(), key=lambda call: -call[2])[:_MOST]
-    return Now(
+    return RunStatus(
         round(at, 1),
         [Waits(each.who, each.what, _blocked_by(each)[:_TEXT], round(at - each.began, 1)) for each in pending],
         [Runs(where, ranks[:_TEXT], round(seconds, 1)) for where, ranks, seconds in calls],
@@ -108,14 +108,14 @@ class Control:
 
         `checkpoint` writes a checkpoint. None if the run keeps none.
         """
-        if self._is_asked("pause"):
+        if self._is_requested("pause"):
             log.info(f"paused: remove {self._folder / 'pause'} to resume")
             with waiting("script", PAUSED, f"{self._folder / 'pause'} is there"):
-                while self._is_asked("pause") and not self._is_asked("stop"):
+                while self._is_requested("pause") and not self._is_requested("stop"):
                     await self._write_checkpoint(checkpoint)
                     await asyncio.sleep(_LOOKS)
         await self._write_checkpoint(checkpoint)
-        if self._is_asked("stop"):
+        if self._is_requested("stop"):
             if checkpoint:
                 await checkpoint()
             shutil.rmtree(self._folder, ignore_errors=True)  # the next part of the run ignores what is left
@@ -123,7 +123,7 @@ class Control:
             raise KeyboardInterrupt
 
     async def _write_checkpoint(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
-        if not self._is_asked("checkpoint"):
+        if not self._is_requested("checkpoint"):
             return
         file = self._folder / "checkpoint"
         self._handled["checkpoint"] = requested_at(file)
@@ -136,5 +136,5 @@ class Control:
         except OSError as error:
             log.warning(f"{file} was carried out but cannot be removed ({error}): touch it to request it again")
 
-    def _is_asked(self, command: Command) -> bool:
+    def _is_requested(self, command: Command) -> bool:
         return requested_at(self._folder / command) not in {0, self._handled.get(command)}

@@ -24,7 +24,7 @@ class Progress:
         self._earlier = done
         self._done = done
         self._began = time.perf_counter()
-        self._said = -_PLAIN_SECONDS
+        self._shown_at = -_PLAIN_SECONDS
         self._live: Bar | None = None
         console = Console(stderr=True)
         if console.is_terminal:
@@ -43,8 +43,8 @@ class Progress:
             self._live.update(self._task, advance=1, description=text)
             return
         seconds = time.perf_counter() - self._began
-        if seconds - self._said >= _PLAIN_SECONDS or self._done == self._count:
-            self._said = seconds
+        if seconds - self._shown_at >= _PLAIN_SECONDS or self._done == self._count:
+            self._shown_at = seconds
             left = seconds / (self._done - self._earlier) * (self._count - self._done)
             log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
 

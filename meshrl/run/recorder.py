@@ -89,8 +89,8 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     if len(batch):
         stats |= {metric: float(batch.row(name).mean()) for name, metric in _MEANS.items() if name in batch}
     if "agent_metrics" in batch and len(batch):
-        told = cast("Sequence[Mapping[str, float]]", batch.objects("agent_metrics"))
-        own = {name: [each[name] for each in told if name in each] for name in dict.fromkeys(chain(*told))}
+        reported = cast("Sequence[Mapping[str, float]]", batch.objects("agent_metrics"))
+        own = {name: [each[name] for each in reported if name in each] for name in dict.fromkeys(chain(*reported))}
         stats |= {f"agent/{name}": float(np.mean(values)) for name, values in own.items()}
     if "staleness" in batch and len(batch):
         versions = batch.row("staleness")

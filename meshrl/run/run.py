@@ -35,7 +35,7 @@ from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.engine import engine_of, wait_for_resources
 from meshrl.run.folder import changed_schedules, explain_disk_error, restart_warning, was_cut_short
-from meshrl.run.health import SPEED, Health, MeshOf, resident_bytes
+from meshrl.run.health import SPEED, Health, MeshShape, resident_bytes
 from meshrl.run.live import Control, Watch
 from meshrl.run.lock import FolderLock
 from meshrl.run.prometheus import MetricsServer, exposition
@@ -209,7 +209,7 @@ class Run:
         mesh = self._mesh_config(config.mesh)
         is_cheap = self.config.engine == "local" or mesh.gpus > 0
         if is_cheap and isinstance(config, ModelConfig) and function_of(config.backend, "FLOPS"):
-            place = MeshOf(config.mesh, mesh.ranks, mesh.gpus)
+            place = MeshShape(config.mesh, mesh.ranks, mesh.gpus)
             task = asyncio.create_task(self._health.learn(actor, config, place))
             self._learning.add(task)
             task.add_done_callback(self._learning.discard)
@@ -394,7 +394,7 @@ class Run:
             self._events.emit(Gauge(name, self._events.now(), value))
         return {name: value for name, value in found.items() if name.startswith(SPEED)}
 
-    def _tell(self, events: Sequence[Event], began: float) -> None:
+    def _report_events(self, events: Sequence[Event], began: float) -> None:
         if self._counts:
             try:
                 self._health.see(events)
@@ -426,7 +426,7 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self._tell)
+        self._events = EventLog(self.recorder.folder / "events.jsonl", listener=self._report_events)
         self._step_began = self.recorder.began = self._events.began
         if self._metrics_server:
             self._metrics_server.start()

@@ -142,9 +142,9 @@ def math_answer(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG00
     if not close and _OPEN in completion:
         return 0.0
     slow: type[BaseException] = library.errors.TimeoutException
-    given, too_slow = _unless_wrong(partial(library.parse, answer, raise_on_error=True), slow)
+    given, too_slow = _result_or_none(partial(library.parse, answer, raise_on_error=True), slow)
     for right, mine in product(chain(*parsed), given or ()):
-        is_equal, took_longer = _unless_wrong(partial(library.verify, right, mine, raise_on_error=True), slow)
+        is_equal, took_longer = _result_or_none(partial(library.verify, right, mine, raise_on_error=True), slow)
         if is_equal:
             return 1.0
         too_slow = too_slow or took_longer
@@ -153,7 +153,7 @@ def math_answer(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG00
     return 0.0
 
 
-def _unless_wrong(call: Callable[[], T], slow: type[BaseException]) -> tuple[T | None, bool]:
+def _result_or_none(call: Callable[[], T], slow: type[BaseException]) -> tuple[T | None, bool]:
     """Return the result, None for what the library cannot read or compare, and whether it gave up after its time."""
     try:
         return call(), False

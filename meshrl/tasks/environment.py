@@ -20,7 +20,7 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.roles import RoleConfig
 from meshrl.tasks import verifiers
 from meshrl.tasks.builtin import exact_match, finite
-from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function
+from meshrl.tasks.function import PURE, RewardFunction, awaited, gathered, load_function, nothing
 from meshrl.tasks.images import file_in
 from meshrl.tasks.sandboxes import Sandboxes, check_sandbox, started
 from meshrl.tasks.sources import Row
@@ -33,7 +33,7 @@ Step: TypeAlias = tuple[Observation, float, bool]
 """The result of a step: the observation, the reward of this turn, and whether the episode is over."""
 
 
-class _Shown(NamedTuple):
+class _ObservedText(NamedTuple):
     """An observation as a text, with the files of the images that it names."""
 
     text: str
@@ -145,22 +145,22 @@ class FunctionEnvironment(Environment):
                     "set task.prompt to a template such as {prompt[0][content]}; `reset` gets the whole row"
                 )
 
-        async def one(index: int) -> tuple[_Shown, float, str | None]:
+        async def one(index: int) -> tuple[_ObservedText, float, str | None]:
             row = cast("Row", rows[index]) | {"prompt": prompts[index]}
             row |= {} if answers[index] is None else {"answer": answers[index]}
 
-            async def begin() -> _Shown:
+            async def begin() -> _ObservedText:
                 await self._drop(numbers[index])  # it is begun again
                 self._running.add(numbers[index])
                 if self._has_sandbox:
-                    await started(self._code.call("start", numbers[index], check=_nothing), "environment.turn_timeout")
+                    await started(self._code.call("start", numbers[index], check=nothing), "environment.turn_timeout")
                 return await self._code.call("reset", numbers[index], copy.deepcopy(row), check=_prompt)
 
             try:
                 return await tried_again(begin), 0.0, None
             except RAISED as error:  # a user's class may raise anything, which is recorded
                 unless_cancelled(error)
-                return _Shown(str(prompts[index]), {}), *await self._fail(numbers[index], error)
+                return _ObservedText(str(prompts[index]), {}), *await self._fail(numbers[index], error)
 
         begun = await gathered(one, len(batch), self._concurrency)
         return _with_images(batch, "prompt", [shown for shown, _, _ in begun]).assign(
@@ -172,7 +172,7 @@ class FunctionEnvironment(Environment):
         """Call each row's instance, and drop it if the episode is done. DataError if the row has no instance here."""
         texts, numbers = batch.objects("completion"), _numbers(batch)
 
-        async def one(index: int) -> tuple[tuple[_Shown, float, bool], str | None]:
+        async def one(index: int) -> tuple[tuple[_ObservedText, float, bool], str | None]:
             number = numbers[index]
             if number not in self._running:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
@@ -180,8 +180,8 @@ class FunctionEnvironment(Environment):
                 answer = await self._code.call("step", number, str(texts[index]), check=_checked)
             except RAISED as error:
                 unless_cancelled(error)
-                reward, told = await self._fail(number, error)
-                return (_Shown("", {}), reward, True), told
+                reward, message = await self._fail(number, error)
+                return (_ObservedText("", {}), reward, True), message
             _, _, done = answer
             return answer, await self._drop(number) if done else None
 
@@ -204,7 +204,7 @@ class FunctionEnvironment(Environment):
             return None
         self._running.remove(number)
         try:
-            await self._code.call("close", number, check=_nothing)
+            await self._code.call("close", number, check=nothing)
         except RAISED as error:
             unless_cancelled(error)
             return self._errors.describe(error)
@@ -334,7 +334,7 @@ def _numbers(batch: Batch) -> list[int]:
     return cast("list[int]", batch.row("episode").tolist())
 
 
-def _with_images(batch: Batch, name: str, shown: Sequence[_Shown]) -> Batch:
+def _with_images(batch: Batch, name: str, shown: Sequence[_ObservedText]) -> Batch:
     """Add a column of texts, and the `images` that each names: new ones, and those that its row had."""
     images = batch.columns.get(IMAGES)
     had = images if isinstance(images, Images) else Images([()] * len(batch), {})
@@ -343,15 +343,11 @@ def _with_images(batch: Batch, name: str, shown: Sequence[_Shown]) -> Batch:
     return batch.assign(images=Images(map(names_in, texts), pool), **{name: texts})
 
 
-def _prompt(value: object) -> _Shown:
+def _prompt(value: object) -> _ObservedText:
     return _shown(value, "reset")
 
 
-def _nothing(value: object) -> None:
-    """Whatever `close` returns."""
-
-
-def _shown(value: object, what: str) -> _Shown:
+def _shown(value: object, what: str) -> _ObservedText:
     if not isinstance(value, str | list | tuple):
         raise TypeError(f"{what} must return a text, or a list of texts and images, not {value!r}")
     text, files = "", dict[str, bytes]()
@@ -364,10 +360,10 @@ def _shown(value: object, what: str) -> _Shown:
             text += mark_of(name_of(data))
         else:
             raise TypeError(f"{what} returned {shortened(part)}: an image is the bytes of its file, or one of Pillow")
-    return _Shown(text, files)
+    return _ObservedText(text, files)
 
 
-def _checked(result: object) -> tuple[_Shown, float, bool]:
+def _checked(result: object) -> tuple[_ObservedText, float, bool]:
     if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 3:
         raise TypeError(f"step must return (observation, reward, done), not {result!r}")
     observation, reward, done = cast("tuple[object, object, object]", result)

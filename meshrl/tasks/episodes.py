@@ -100,7 +100,7 @@ class Episodes(Sampler):
             self._begun += len(rows)
         whole = rows.assign(episode=numbers, rewards=np.zeros(len(rows), np.float32))
         begun = await self._on_its_rank(self._environment.reset, whole)
-        return _seeing(whole, begun, [names_in(str(text)) for text in begun.objects("prompt")]).assign(
+        return _with_images(whole, begun, [names_in(str(text)) for text in begun.objects("prompt")]).assign(
             prompt=list(begun.objects("prompt")),
             reward_error=list(begun.objects("reward_error")),
             rewards=begun.rewards,
@@ -168,7 +168,7 @@ class Episodes(Sampler):
         ends = (done | late).tolist()
         names = [[*own, *names_in(text if not end else "")] for own, text, end in zip(had, shown, ends, strict=True)]
         after = (
-            _seeing(live, answer, names)
+            _with_images(live, answer, names)
             .assign(
                 rewards=rewards,
                 reward_error=errors,
@@ -199,7 +199,7 @@ class Episodes(Sampler):
         return await (await routed(call, owners)(request)).load()
 
 
-def _seeing(rows: Batch, answer: Batch, names: Sequence[Sequence[str]]) -> Batch:
+def _with_images(rows: Batch, answer: Batch, names: Sequence[Sequence[str]]) -> Batch:
     """Return rows with the images of these names, which are theirs or an answer's. Unchanged if there are none."""
     known = [each for each in (rows.columns.get(IMAGES), answer.columns.get(IMAGES)) if isinstance(each, Images)]
     pool = {name: file for each in known for name, file in each.pool.items()}

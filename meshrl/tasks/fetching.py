@@ -34,10 +34,10 @@ def fetched(url: str, hosts: Collection[str], where: str, seconds: float = _SECO
     DataError, which names `where`, for another host, also after a redirect, for an answer other than 200, for one that
     ends early, and for one that is late.
     """
-    end, asked = monotonic() + seconds, url
+    end, current = monotonic() + seconds, url
     for _ in range(1 + _REDIRECTS):
         try:
-            found = _answer(urlsplit(asked), hosts, end)
+            found = _answer(urlsplit(current), hosts, end)
         except DataError as error:
             raise DataError(f"{where}: {shortened(url)}: {error}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no URL
@@ -45,7 +45,7 @@ def fetched(url: str, hosts: Collection[str], where: str, seconds: float = _SECO
             raise DataError(f"{where}: {shortened(url)} cannot be fetched: {described(error)}{late}") from error
         if isinstance(found, bytes):
             return found
-        asked = urljoin(asked, found)
+        current = urljoin(current, found)
     raise DataError(f"{where}: {shortened(url)} is redirected more than {_REDIRECTS} times")
 
 

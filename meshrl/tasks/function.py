@@ -236,14 +236,14 @@ class FunctionReward(Reward):
             index, at = divmod(call, len(self._parts))
             part = self._parts[at]
             if part.function is None:
-                return self._told(part, *_outcome(judged, index))
+                return self._with_message(part, *_outcome(judged, index))
             row = cast("Row", rows[index])
             # The user's function may change its row, but a batch is immutable.
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = copy.copy(answers[index])
             value, error = await boundary(part.function, cast("str", prompts[index]), str(completions[index]), row)
-            return self._told(part, value, error)
+            return self._with_message(part, value, error)
 
         size = len(self._parts)
         scored = await gathered(one, len(batch) * size, self._concurrency)
@@ -264,7 +264,7 @@ class FunctionReward(Reward):
             **(judged.columns() if judged else {}),
         )
 
-    def _told(self, part: _Part, value: float, error: BaseException | None) -> tuple[float, str | None]:
+    def _with_message(self, part: _Part, value: float, error: BaseException | None) -> tuple[float, str | None]:
         """Return a value, and its error as text with the name of its function."""
         text = self._errors.describe(error) if error else None
         return value, f"{part.name}: {text}" if text and part.name else text
@@ -324,16 +324,16 @@ async def _in_sandbox(code: UserCode | CodeHere, at: int, prompt: str, completio
     """Judge a row by a function that may take a sandbox."""
     number = next(_numbers)
     try:
-        await started(code.call("prepare", at, number, check=_nothing), _LIMIT)
+        await started(code.call("prepare", at, number, check=nothing), _LIMIT)
         return await code.call("judge", at, prompt, completion, row, number, check=finite)
     finally:
-        await code.call("stop", number, check=_nothing)
+        await code.call("stop", number, check=nothing)
 
 
 _numbers: Final = count()
 
 
-def _nothing(value: object) -> None:
+def nothing(value: object) -> None:
     """Whatever is returned."""
 
 
@@ -520,8 +520,8 @@ def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
     async def reward(prompt: Prompt, completion: str, row: Row) -> float:
         is_chat = chat or not isinstance(prompt, str)
         turns = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
-        said = [{"role": "assistant", "content": completion}] if is_chat else completion
-        texts = {"prompts": turns, "completions": said}
+        replies = [{"role": "assistant", "content": completion}] if is_chat else completion
+        texts = {"prompts": turns, "completions": replies}
         columns = {**row, **texts}
         values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
         if inspect.isawaitable(values):

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from meshrl import log
 from meshrl.config import Config, Table, validate
-from meshrl.errors import ConfigError, DataError, MachineFault, described, did_you_mean
+from meshrl.errors import ConfigError, DataError, described, did_you_mean
 from meshrl.tasks.sandbox import check_safe, run_tests_here
 
 NAME: Final = "lm_eval"
@@ -91,11 +91,7 @@ def _rows_of(name: str, task: Any, given: TaskOptions) -> Iterator[dict[str, obj
                 f"{NAME}:{task.config.task}, row {number}: its prompt with {shots} examples cannot be made: "
                 f"{described(error)}: lower task.options.num_fewshot, or give rows with the dataset's columns"
             ) from error
-        yield {
-            "question": prompt,
-            "answer": answer,
-            NAME: {"source": name, "task": task.config.task, "doc": dict(doc)},
-        }
+        yield {"question": prompt, "answer": answer, NAME: {"source": name, "task": task.config.task, "doc": dict(doc)}}
 
 
 def settings_of(name: str, options: _Options) -> Settings:
@@ -232,11 +228,11 @@ def _measures(task: Any) -> Mapping[str, tuple[str, str]]:
     metrics = [name for name in task._metric_fn_list if joined[name] is mean and grows.get(name, True)]
     filters = [each.name for each in task._filters]
 
-    def told(metric: str, by: str) -> str:
+    def measure_name(metric: str, by: str) -> str:
         parts = (by,) if len(metrics) == 1 < len(filters) else (metric, by)[: len(filters)]
         return re.sub(r"\W+", "_", "_".join(parts))
 
-    return {told(metric, by): (metric, by) for metric in metrics for by in filters}
+    return {measure_name(metric, by): (metric, by) for metric in metrics for by in filters}
 
 
 def _until(task: Any) -> Sequence[str]:
@@ -276,14 +272,14 @@ class _LeavingOut:
 
 def _check_shots(task: Any, given: TaskOptions, shots: int) -> bool:
     """Return whether the examples are of the asked rows. DataError if one file would be the rows of two splits."""
-    examples, asked = _example_split(task), _split(task, given.split)
-    if shots and isinstance(given.data, str) and examples not in (None, asked):
+    examples, own_split = _example_split(task), _split(task, given.split)
+    if shots and isinstance(given.data, str) and examples not in (None, own_split):
         raise DataError(
-            f"{NAME}:{task.config.task}: task.options.data = {given.data!r} has the rows of the split {asked!r}, and "
-            f"the {shots} examples before each question are of {examples!r}: set task.options.num_fewshot = 0, or name "
-            f'a file for each split: data = {{ {asked} = "FILE", {examples} = "OTHER" }}'
+            f"{NAME}:{task.config.task}: task.options.data = {given.data!r} has the rows of the split {own_split!r}, "
+            f"and the {shots} examples before each question are of {examples!r}: set task.options.num_fewshot = 0, or "
+            f'name a file for each split: data = {{ {own_split} = "FILE", {examples} = "OTHER" }}'
         )
-    return shots > 0 and examples == asked
+    return shots > 0 and examples == own_split
 
 
 def _example_split(task: Any) -> str | None:
@@ -484,15 +480,12 @@ class _CodeEval:
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: object
     ) -> tuple[dict[str, float], dict[int, object]]:
         """Return the share of programs that pass their tests, as `pass@1`. MachineFault if the sandbox did not work."""
-        right = [_passes(code, tests) for tests, codes in zip(references, predictions, strict=True) for code in codes]
+        right = [
+            run_tests_here(code, [tests]).passed()
+            for tests, codes in zip(references, predictions, strict=True)
+            for code in codes
+        ]
         return {f"pass@{each}": sum(right) / len(right) for each in k if each == 1}, {}
-
-
-def _passes(code: str, tests: str) -> bool:
-    result = run_tests_here(code, [tests])
-    if result.outcome == "error":
-        raise MachineFault(f"the sandbox did not work: {result.output[-400:].strip()}")
-    return result.outcome == "passed"
 
 
 @contextmanager

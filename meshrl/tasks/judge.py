@@ -118,7 +118,7 @@ class _Answer:
 
 
 @dataclass
-class _Heard:
+class _RowVerdicts:
     scores: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By repeat."""
     question: str | None = None
@@ -145,20 +145,20 @@ class Judge:
         except ModuleNotFoundError as error:
             raise ConfigError("a judge needs the package openai: pip install 'meshrl[agents]'") from error
         self._library: Any = openai
-        self._said: dict[str, str] = {}
+        self._remembered: dict[str, str] = {}
         self._folder = config.cache.expanduser() if config.cache else None
 
     async def judge(self, batch: Batch) -> Judged:
         """Judge the rows of a batch. DataError if completions of a prompt are compared, and rows have no `groups`."""
         questions = list(self._questions(batch))
-        heard = [_Heard() for _ in range(len(batch))]
+        collected = [_RowVerdicts() for _ in range(len(batch))]
         for question, answer in zip(questions, await self._answers(questions), strict=True):
-            _take(question, answer, heard)
+            _add_verdict(question, answer, collected)
         if self._config.by in ("ranking", "pairs"):
-            _same_for_same(batch, heard)
-        agreement = np.array([*map(_agreement, heard)], np.float32) if self._config.repeats > 1 else None
-        asked, answers = [each.question for each in heard], [each.answer for each in heard]
-        return Judged([*map(_score, heard)], asked, answers, agreement)
+            _share_verdicts(batch, collected)
+        agreement = np.array([*map(_agreement, collected)], np.float32) if self._config.repeats > 1 else None
+        prompts, answers = [each.question for each in collected], [each.answer for each in collected]
+        return Judged([*map(_score, collected)], prompts, answers, agreement)
 
     def _questions(self, batch: Batch) -> Iterator[_Question]:
         completions, repeats = [*map(str, batch.objects("completion"))], range(self._config.repeats)
@@ -221,8 +221,8 @@ class Judge:
                 how = {"temperature": config.temperature, "max_tokens": config.max_tokens}
                 async with turns:
                     try:
-                        said = await client.chat.completions.create(model=config.model, messages=messages, **how)
-                        choice = said.choices[0]
+                        reply = await client.chat.completions.create(model=config.model, messages=messages, **how)
+                        choice = reply.choices[0]
                         text, is_cut = str(choice.message.content or ""), choice.finish_reason == "length"
                     except Exception as error:  # noqa: BLE001 -- a server may answer anything
                         fault = Discard(f"the judge at {config.url} gave no answer: {described(error)}")
@@ -246,20 +246,20 @@ class Judge:
     def _key_of(self, question: _Question) -> str:
         config = self._config
         how = [config.url, config.model, config.temperature, config.max_tokens]
-        asked = [*how, _ROLE, question.text, question.repeat]
-        return hashlib.blake2b(json.dumps(asked).encode(), digest_size=20).hexdigest()
+        identity = [*how, _ROLE, question.text, question.repeat]
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=20).hexdigest()
 
     def _known(self, key: str) -> str | None:
         """The answer to a question that was asked before."""
-        if key not in self._said and self._folder is not None and (file := self._folder / key).exists():
+        if key not in self._remembered and self._folder is not None and (file := self._folder / key).exists():
             return file.read_text("utf-8")
-        return self._said.get(key)
+        return self._remembered.get(key)
 
     def _keep(self, key: str, answer: str) -> None:
         if self._folder is None:
-            self._said[key] = answer
-            if len(self._said) > _REMEMBERED:
-                del self._said[next(iter(self._said))]
+            self._remembered[key] = answer
+            if len(self._remembered) > _REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -270,22 +270,22 @@ class Judge:
             log.warning("a judge's answer was not kept", cache=str(self._folder), error=described(error))
 
 
-def _take(question: _Question, answer: _Answer, heard: Sequence[_Heard]) -> None:
+def _add_verdict(question: _Question, answer: _Answer, collected: Sequence[_RowVerdicts]) -> None:
     """Add the verdict of an answer to the rows that its question shows."""
     found = answer.found
     for at, row in enumerate(question.rows):
-        if heard[row].question is None:
-            heard[row].question, heard[row].answer = question.text, answer.text
+        if collected[row].question is None:
+            collected[row].question, collected[row].answer = question.text, answer.text
         if isinstance(found, Exception):
-            heard[row].fault = found
+            collected[row].fault = found
         else:
-            heard[row].scores[question.repeat].append(found[at])
+            collected[row].scores[question.repeat].append(found[at])
 
 
 def _verdict(answer: str, shown: int, by: By) -> Sequence[float] | None:
     """The score of each completion that was shown, from 0 to 1. None if the last verdict cannot be read."""
-    said = _VERDICTS[by].findall(answer.replace("\N{MINUS SIGN}", "-"))
-    numbers = _NUMBER.findall(said[-1]) if said else []
+    verdicts = _VERDICTS[by].findall(answer.replace("\N{MINUS SIGN}", "-"))
+    numbers = _NUMBER.findall(verdicts[-1]) if verdicts else []
     if by in ("rubric", "reference"):
         score = float(numbers[0]) if numbers and numbers[1:] in ([], ["10"]) else -1.0  # "7", or "7/10"
         return [score / _MOST] if 0 <= score <= _MOST else None
@@ -297,23 +297,23 @@ def _verdict(answer: str, shown: int, by: By) -> Sequence[float] | None:
     return [1 - place / (shown - 1) for place in places]
 
 
-def _same_for_same(batch: Batch, heard: list[_Heard]) -> None:
+def _share_verdicts(batch: Batch, collected: list[_RowVerdicts]) -> None:
     """Give rows of one prompt with the same completion the same verdict, and those without a rival the middle one."""
     firsts: dict[tuple[int, str], int] = {}
     texts = [*map(str, batch.objects("completion"))]
     for row, (group, text) in enumerate(zip(batch.groups.tolist(), texts, strict=True)):
-        heard[row] = heard[firsts.setdefault((group, text), row)]
-    for each in heard:
+        collected[row] = collected[firsts.setdefault((group, text), row)]
+    for each in collected:
         if each.question is None:
             each.scores[0] = [0.5]
 
 
-def _score(heard: _Heard) -> float | Exception:
-    means = [float(np.mean(scores)) for scores in heard.scores.values()]
-    return float(np.mean(means)) if means else heard.fault or Discard("the judge gave no verdict")
+def _score(verdicts: _RowVerdicts) -> float | Exception:
+    means = [float(np.mean(scores)) for scores in verdicts.scores.values()]
+    return float(np.mean(means)) if means else verdicts.fault or Discard("the judge gave no verdict")
 
 
-def _agreement(heard: _Heard) -> float:
-    means = [float(np.mean(scores)) for scores in heard.scores.values()]
+def _agreement(verdicts: _RowVerdicts) -> float:
+    means = [float(np.mean(scores)) for scores in verdicts.scores.values()]
     apart = [abs(one - other) for one, other in combinations(means, 2)]
     return 1 - float(np.mean(apart)) if apart else float("nan")

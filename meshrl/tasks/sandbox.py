@@ -66,6 +66,12 @@ class Result:
     seconds: float
     """Seconds of wall time, including the start of the process."""
 
+    def passed(self) -> bool:
+        """Return whether all tests held. MachineFault if the sandbox did not work."""
+        if self.outcome == "error":
+            raise MachineFault(f"the sandbox did not work: {self.output[-400:].strip()}")
+        return self.outcome == "passed"
+
 
 @dataclass(frozen=True)
 class Enforced:
@@ -182,10 +188,7 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
     are_texts = isinstance(listed, list) and all(isinstance(test, str) for test in cast("list[object]", listed))
     if not are_texts or not listed:
         raise ValueError(f"the row has no `tests` to run: Python with assert, a text or a list of them, not {tests!r}")
-    result = await run_tests(code_of(completion), cast("list[str]", listed))
-    if result.outcome == "error":
-        raise MachineFault(f"the sandbox did not work: {result.output[-400:].strip()}")
-    return float(result.outcome == "passed")
+    return float((await run_tests(code_of(completion), cast("list[str]", listed))).passed())
 
 
 def run_tests_here(code: str, tests: Sequence[str], limits: Limits | None = None) -> Result:

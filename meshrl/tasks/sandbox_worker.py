@@ -157,14 +157,16 @@ def _program(architecture: int, place: int, *, anyone: bool) -> Sequence[tuple[i
         calls += [numbers[place] for numbers in _SIGNALS.values()]
     for call in calls:
         lines += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _REFUSE)]
-    lines += _unless(_CLONE[place], (_ANY_BIT, 0, 1, _NEW_SPACES), refused_where=True)
-    lines += _unless(_PRLIMIT[place], (_EQUAL, 0, 1, 0), refused_where=False)
+    lines += _by_first_argument(_CLONE[place], (_ANY_BIT, 0, 1, _NEW_SPACES), refused_where=True)
+    lines += _by_first_argument(_PRLIMIT[place], (_EQUAL, 0, 1, 0), refused_where=False)
     if not anyone:
-        lines += _unless(_TGKILL[place], (_EQUAL, 0, 1, own), refused_where=False)
+        lines += _by_first_argument(_TGKILL[place], (_EQUAL, 0, 1, own), refused_where=False)
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _unless(call: int, test: tuple[int, int, int, int], *, refused_where: bool) -> list[tuple[int, int, int, int]]:
+def _by_first_argument(
+    call: int, test: tuple[int, int, int, int], *, refused_where: bool
+) -> list[tuple[int, int, int, int]]:
     """Allow or refuse a call by its first argument."""
     held, not_held = (_REFUSE, _ALLOW) if refused_where else (_ALLOW, _REFUSE)
     return [
@@ -267,18 +269,18 @@ def _serve(job: dict[str, Any], here: Path) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))  # `_waited` takes it
     os.write(1, b"ready\n")
     while line := sys.stdin.buffer.readline():
-        asked = json.loads(line)
+        request = json.loads(line)
         given, printed = os.memfd_create("stdin"), os.memfd_create("output")
-        os.write(given, sys.stdin.buffer.read(asked["given"]))
+        os.write(given, sys.stdin.buffer.read(request["given"]))
         os.lseek(given, 0, os.SEEK_SET)
         _reap(0)
         child = os.fork()
         if not child:
-            cpu = min(asked["seconds"] * (os.cpu_count() or 1), 1 << 31)  # it may use all cores all the time
-            _become_command(job | {"timeout": cpu}, here, asked["command"], given, printed)
-        status = _waited(child, asked["seconds"])
+            cpu = min(request["seconds"] * (os.cpu_count() or 1), 1 << 31)  # it may use all cores all the time
+            _become_command(job | {"timeout": cpu}, here, request["command"], given, printed)
+        status = _waited(child, request["seconds"])
         size = os.fstat(printed).st_size
-        most = min(asked["most"], size)
+        most = min(request["most"], size)
         kept = os.pread(printed, most, size - most)
         os.close(given)
         os.close(printed)

@@ -102,7 +102,7 @@ async def open_sandbox(name: str) -> AsyncGenerator[Sandbox]:
 
 
 async def _begin(name: str) -> Sandbox:
-    sandbox = _made(name)
+    sandbox = _make_sandbox(name)
     try:
         async with asyncio.timeout(_STARTS):
             await sandbox.start()
@@ -122,7 +122,7 @@ async def _end(sandbox: Sandbox) -> None:
         log.warning("a sandbox could not be stopped: look for it yourself", error=described(error))
 
 
-def _made(name: str) -> Sandbox:
+def _make_sandbox(name: str) -> Sandbox:
     kind, _, argument = name.partition(":")
     if name == "local":
         check_safe("the sandbox local", "take one of the kind container:IMAGE")
@@ -166,7 +166,7 @@ def check_sandbox(key: str, name: str, functions: Iterable[Callable[..., object]
     if taking and not name:
         raise ConfigError(f'{taking[0].__qualname__} takes a sandbox: set {key}, such as to "local"')
     if name:
-        _made(name)
+        _make_sandbox(name)
 
 
 def check_awaits(what: str, function: Callable[..., object]) -> None:
@@ -269,11 +269,11 @@ class _Commands(ABC):
 
     async def _is_ready(self) -> None:
         process = cast("Process", self._process)
-        told, output = _Heard(_READ), cast("asyncio.StreamReader", process.stdout)
+        errors, output = _OutputTail(_READ), cast("asyncio.StreamReader", process.stdout)
         while (line := await output.readline()) != b"ready\n":
             if not line:
-                await told.read(process.stderr)
-                raise SandboxError(f"status {await process.wait()}: {_message(0, told.kept)}")
+                await errors.read(process.stderr)
+                raise SandboxError(f"status {await process.wait()}: {_message(0, errors.kept)}")
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -326,9 +326,9 @@ class _Local(_Commands):
         await self._send(job)
         await self._is_ready()
 
-    async def _send(self, asked: Mapping[str, object], given: bytes = b"") -> None:
+    async def _send(self, request: Mapping[str, object], given: bytes = b"") -> None:
         pipe = cast("asyncio.StreamWriter", cast("Process", self._process).stdin)
-        pipe.write(json.dumps(asked).encode() + b"\n" + given)
+        pipe.write(json.dumps(request).encode() + b"\n" + given)
         await pipe.drain()
 
     async def _run(self, command: Sequence[str], seconds: float, given: bytes, most: int) -> _Outcome:
@@ -354,7 +354,7 @@ class _Local(_Commands):
             self._folder.close()
 
 
-class _Heard:
+class _OutputTail:
     """What was read of a stream so far: the first line if it is read apart, the end of the rest, and its size."""
 
     def __init__(self, most: int) -> None:
@@ -412,19 +412,19 @@ class _Container(_Commands):
                 raise
             why = f"{command[0][:100]}: {error}\n".encode(errors="replace")
             return 127, why[:most], max(0, len(why) - most)  # no system runs such a line
-        output, told, in_time = _Heard(most), _Heard(_READ), False
+        output, errors, in_time = _OutputTail(most), _OutputTail(_READ), False
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    heard = output.read(client.stdout, apart=True), told.read(client.stderr)
-                    await asyncio.gather(_fed(client, given), *heard)
+                    heard = output.read(client.stdout, apart=True), errors.read(client.stderr)
+                    await asyncio.gather(_write_input(client, given), *heard)
                     await client.wait()
                     in_time = True
         finally:
             if not in_time:  # also when cancelled
                 await self._end(client, output.first.decode().strip())
         if not output.first and in_time:
-            cause = _message(client.returncode, told.kept)
+            cause = _message(client.returncode, errors.kept)
             raise SandboxError(f"the sandbox has ended, or cannot run {command[0]!r}: {cause}")
         return client.returncode if in_time else None, bytes(output.kept), output.size - len(output.kept)
 
@@ -462,7 +462,7 @@ def _read_no_more(process: Process) -> None:
             pipe.close()
 
 
-async def _fed(client: Process, given: bytes) -> None:
+async def _write_input(client: Process, given: bytes) -> None:
     """Write a process's input, as far as it reads it."""
     pipe = cast("asyncio.StreamWriter", client.stdin)
     with suppress(ConnectionError):

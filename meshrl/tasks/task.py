@@ -263,7 +263,9 @@ def _prompt(config: TaskConfig, album: Album, row: Row, names: Sequence[str], wh
         messages = value if isinstance(value, list) else [value]
         if value and all(isinstance(each, Mapping) and "role" in each for each in messages):
             if only_key(config.prompt) == key:
-                return _seeing(prompt_in(album.texts(messages, names, where), f"{where}: prompt: `{key}`"), names)
+                return _with_leading_images(
+                    prompt_in(album.texts(messages, names, where), f"{where}: prompt: `{key}`"), names
+                )
             raise DataError(
                 f"{where}: prompt: `{key}` has messages, which are no text: write {{{key}}} alone for all of "
                 f"them, with policy.chat = true, or {{{key}{'[0]' if messages is value else ''}[content]}}"
@@ -274,10 +276,10 @@ def _prompt(config: TaskConfig, album: Album, row: Row, names: Sequence[str], wh
             f"{where}: the prompt is empty, as the row has nothing in {', '.join(keys)}: leave the row out, or set "
             "task.prompt to a template over other keys"
         )
-    return _seeing(prompt, names)
+    return _with_leading_images(prompt, names)
 
 
-def _seeing(prompt: Prompt, names: Sequence[str]) -> Prompt:
+def _with_leading_images(prompt: Prompt, names: Sequence[str]) -> Prompt:
     """Put the images that no text of a prompt names before its text, or before that of the first user's message."""
     texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt]
     had = {name for text in texts for name in names_in(text)}

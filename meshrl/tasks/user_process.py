@@ -94,7 +94,7 @@ class UserProcess:
         self._begun: set[int] = set()
         self._running: int | None = None
         self._received, self._unsent = bytearray(), bytearray()
-        self._heard = 0.0
+        self._last_message_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def call(self, method: str, *arguments: object, check: Callable[[object], T], alone: bool = False) -> T:
@@ -115,11 +115,11 @@ class UserProcess:
         number, future = next(self._numbers), loop.create_future()
         wanted = pickled((method, arguments, check, alone))
         if not self._calls:
-            self._heard = loop.time()
+            self._last_message_at = loop.time()
         self._calls[number] = future
         self._send(number, wanted)
         if self._seconds is not None and self._timer is None:
-            self._timer = loop.call_later(self._seconds + _GRACE, self._look)
+            self._timer = loop.call_later(self._seconds + _GRACE, self._check_time)
         try:
             return cast("T", await future)
         finally:
@@ -166,11 +166,11 @@ class UserProcess:
             return
         self._received += received
         if self._loop is not None:
-            self._heard = self._loop.time()
+            self._last_message_at = self._loop.time()
         for message in messages(self._received):
-            self._hear(*cast("tuple[State, int, bytes]", pickle.loads(message)))  # noqa: S301 -- from our own process
+            self._receive(*cast("tuple[State, int, bytes]", pickle.loads(message)))  # noqa: S301 -- from our own process
 
-    def _hear(self, state: State, number: int, pickled: bytes) -> None:
+    def _receive(self, state: State, number: int, pickled: bytes) -> None:
         if state == "runs":
             self._running = number
             self._begun.add(number)
@@ -193,14 +193,14 @@ class UserProcess:
         else:
             future.set_exception(_error_of(cast("Raised", content)))
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         """End the process if it has said nothing for longer than a call may take."""
         self._timer = None
         if self._loop is None or self._seconds is None or not self._calls:
             return
-        left = self._heard + self._seconds + _GRACE - self._loop.time()
+        left = self._last_message_at + self._seconds + _GRACE - self._loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(left, self._check_time)
         else:
             self._stop()
             self._fail(TookTooLong())

@@ -109,10 +109,8 @@ def raised(error: BaseException) -> Raised:
     if kind and type(error) is not kind:
         error = kind(described(error))  # its class and its causes may not be known to other processes
     name, _, text = described(error).partition(": ")
-    told = isinstance(error, StopIteration) or unset_variable(
-        error
-    )  # a future cannot hold it; this needs its traceback
-    known = type(error).__module__.partition(".")[0] in _KNOWN and isinstance(error, RAISED) and not told
+    as_text = isinstance(error, StopIteration) or unset_variable(error)  # no future holds it; this needs its traceback
+    known = type(error).__module__.partition(".")[0] in _KNOWN and isinstance(error, RAISED) and not as_text
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301
     except Exception:  # noqa: BLE001 -- it may hold anything

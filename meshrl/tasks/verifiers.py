@@ -22,7 +22,7 @@ from weakref import finalize
 from pydantic import Field, JsonValue
 
 from meshrl.config import Config, validate
-from meshrl.errors import ConfigError, DataError, Discard, MeshrlError, described, tells_of_no_room
+from meshrl.errors import ConfigError, DataError, Discard, MeshrlError, described, reports_no_space
 from meshrl.supervisor import supervised
 
 NAME: Final = "verifiers"
@@ -231,10 +231,10 @@ def _line(request: Mapping[str, object]) -> bytes:
 def _value(answer: bytes) -> object:
     if not answer:
         raise EpisodeLost("its process has ended")
-    told = json.loads(answer)
-    if "error" in told:
-        raise (EpisodeLost if tells_of_no_room(told["error"]) else EpisodeFailed)(told["error"])
-    return cast("object", told["value"])
+    message = json.loads(answer)
+    if "error" in message:
+        raise (EpisodeLost if reports_no_space(message["error"]) else EpisodeFailed)(message["error"])
+    return cast("object", message["value"])
 
 
 def _end(started: "list[subprocess.Popen[bytes]]", path: str) -> None:

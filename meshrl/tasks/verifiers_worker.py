@@ -85,7 +85,7 @@ class Worker:
     async def _play(self, request: Json) -> Json:
         """Play an episode. The key is in a variable that harnesses do not inherit."""
         await self._serving()
-        _reach(urlsplit(request["url"]).hostname or "")
+        _bypass_proxy(urlsplit(request["url"]).hostname or "")
         variable = f"{_KEY}{next(self._numbers)}"
         os.environ[variable] = request["key"]
         try:
@@ -163,7 +163,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _reach(host: str) -> None:
+def _bypass_proxy(host: str) -> None:
     """Reach a host without a proxy. Earlier exceptions stay."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [each for each in map(str.strip, given.split(",")) if each]
@@ -213,7 +213,7 @@ async def _connected(worker: Worker, reader: asyncio.StreamReader, writer: async
         left.cancel()
         if not working.cancelled():
             error = working.exception()
-            writer.write(_told(error) if error else working.result())
+            writer.write(_error_line(error) if error else working.result())
             await writer.drain()
     except (ConnectionError, asyncio.CancelledError):  # it is cancelled at the end alone, and streams would log that
         pass
@@ -225,7 +225,7 @@ async def _answer(worker: Worker, request: bytes) -> bytes:
     return json.dumps({"value": await worker.answer(json.loads(request))}).encode()
 
 
-def _told(error: BaseException) -> bytes:
+def _error_line(error: BaseException) -> bytes:
     return json.dumps({"error": str(error) if isinstance(error, _Failed) else _described(error)}).encode()
 
 
@@ -243,7 +243,7 @@ async def main() -> None:
         connection, _ = listening.accept()
         with connection, connection.makefile("rb") as request:
             request.readline()
-            connection.sendall(_told(error))
+            connection.sendall(_error_line(error))
         return
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

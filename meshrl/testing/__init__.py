@@ -5,51 +5,34 @@
 This runs a whole script on the backend `fake`.
 """
 
-from meshrl.testing.clock import Deadlock, LeftRunning, VirtualLoop, simulate
-from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
-from meshrl.testing.fakes import (
-    FakeCritic,
-    FakePolicy,
-    FakeReference,
-    FakeReward,
-    FakeRewardModel,
-    FakeRun,
-    FakeSampler,
+from meshrl.testing.clock import (
+    Deadlock as Deadlock,
+    LeftRunning as LeftRunning,
+    VirtualLoop as VirtualLoop,
+    simulate as simulate,
 )
-from meshrl.testing.invariant_checker import PromiseBroken, Witness
-from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
-from meshrl.testing.scripted import ScriptedChat, ScriptedSampler
-
-__all__ = [
-    "MODELS",
-    "ROLES",
-    "Crash",
-    "Deadlock",
-    "FakeCritic",
-    "FakePolicy",
-    "FakeReference",
-    "FakeReward",
-    "FakeRewardModel",
-    "FakeRun",
-    "FakeSampler",
-    "Latency",
-    "LeftRunning",
-    "Lognormal",
-    "PromiseBroken",
-    "Recorded",
-    "Scenario",
-    "ScheduleFailed",
-    "ScriptedChat",
-    "ScriptedSampler",
-    "VirtualLoop",
-    "Witness",
-    "crashing",
-    "delayed",
-    "explore",
-    "per_row",
-    "per_token",
-    "simulate",
-]
+from meshrl.testing.explorer import Scenario as Scenario, ScheduleFailed as ScheduleFailed, explore as explore
+from meshrl.testing.fakes import (
+    FakeCritic as FakeCritic,
+    FakePolicy as FakePolicy,
+    FakeReference as FakeReference,
+    FakeReward as FakeReward,
+    FakeRewardModel as FakeRewardModel,
+    FakeRun as FakeRun,
+    FakeSampler as FakeSampler,
+)
+from meshrl.testing.invariant_checker import PromiseBroken as PromiseBroken, Witness as Witness
+from meshrl.testing.latency import (
+    Crash as Crash,
+    Latency as Latency,
+    Lognormal as Lognormal,
+    Recorded as Recorded,
+    crashing as crashing,
+    delayed as delayed,
+    per_row as per_row,
+    per_token as per_token,
+)
+from meshrl.testing.scripted import ScriptedChat as ScriptedChat, ScriptedSampler as ScriptedSampler
 
 CHAT = "meshrl.testing.scripted:read_chat"
 COUNTS = "meshrl.testing.fakes:count_rows"

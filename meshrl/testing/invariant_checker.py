@@ -23,7 +23,7 @@ def require(holds: bool, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRow:
     """One row of one update."""
 
     group: int
@@ -44,7 +44,7 @@ class Witness(Policy):
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.rows: list[Trained] = []
+        self.rows: list[TrainedRow] = []
         self.versions: list[int] = []
         """Versions of the weights, in the order of publication."""
         self.drawn: list[int] = []
@@ -79,7 +79,7 @@ class Witness(Policy):
         step = len(self.versions)
         for group, oldest in zip(known.groups.tolist(), known.row("oldest_version").tolist(), strict=True):
             newer = sum(version > oldest for version in set(self.versions))
-            self.rows.append(Trained(group, oldest, newer, step))
+            self.rows.append(TrainedRow(group, oldest, newer, step))
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Call the policy."""
@@ -122,8 +122,7 @@ class Witness(Policy):
         )
         old = [row for row in self.rows if row.published > ahead]
         require(
-            not old,
-            f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}",
+            not old, f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}"
         )
         require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
         counts = Counter((row.group, row.step) for row in self.rows)

@@ -2,10 +2,9 @@
 
 import asyncio
 import math
-import socket
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, cast
@@ -14,6 +13,7 @@ import uvicorn
 
 from meshrl import log
 from meshrl.errors import ConfigError, MeshrlError, described
+from meshrl.http_server import HttpServer, listen
 from meshrl.roles import Policy, Sampler
 from meshrl.run import Run, is_machine_fault
 from meshrl.tinker.app import Api
@@ -40,7 +40,10 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
             f"tinker.host = {tinker.host!r} can be reached by others, and without tinker.tenants every key is let in: "
             "add a tenant, or listen on 127.0.0.1"
         )
-    with _listening(tinker.host, tinker.port) as listening, tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
+    with (
+        listen(tinker.host, tinker.port, "set another tinker.port") as listening,
+        tempfile.TemporaryDirectory(prefix="meshrl-") as scratch,
+    ):
         host, port = listening.getsockname()[:2]
         async with Run(config.run, _told(config)) as run:
             tables, sampler_table = tables_of(config)
@@ -60,7 +63,7 @@ async def serving(config: ServedConfig) -> AsyncGenerator[tuple[str, "asyncio.Ta
                 timeout_graceful_shutdown=1,
                 ws="none",
             )
-            server = _Server(options)
+            server = HttpServer(options)
             work, http = asyncio.create_task(_working(service, desk)), asyncio.create_task(server.serve([listening]))
             try:
                 yield f"http://{f'[{host}]' if ':' in host else host}:{port}", work
@@ -123,23 +126,3 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Generator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"tinker: {host}, port {port}: {error.strerror}: take another port") from error
-    with listening:
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
-        yield listening
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the command."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield

@@ -18,7 +18,7 @@ from meshrl.tasks.function import boundary
 from meshrl_torch.sample.draw import Draw, key
 from meshrl_torch.train.one_rank import TorchCritic, TorchPolicy, TorchRewardModel
 from meshrl_torch.train.optimizer import Optimizer
-from meshrl_vllm.whole import tell_whole
+from meshrl_vllm.whole_logprobs import return_whole_logprobs
 
 SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = rl.NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
@@ -178,7 +178,7 @@ def test_either_of_vllms_samplers_tells_the_whole_distribution() -> None:
         SimpleNamespace(_sample_random=second),
     )
     for sampler in (one, other):
-        tell_whole(sampler)
+        return_whole_logprobs(sampler)
     for p in (None, torch.full((3,), 0.9)):
         tokens, logprobs = one.topk_topp_sampler.forward(logits.clone(), {}, None, p)
         others, left = other._sample_random(logits.clone(), 0, 0, 0, None, p, False)

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from meshrl import Batch, NewModel, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
 from meshrl.data import AdapterOf
 from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, ModelError
-from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
 from meshrl_http.sampler import HttpSampler
+from meshrl_http.server_discovery import check_servers
 from meshrl_torch.train.one_rank import TorchPolicy
 from tests.first_hour.hub_server import serve
 

@@ -96,11 +96,11 @@ class Steps:
     version, tokens, steps, cache_use = "stand-in", 100, 0, 0.0
 
     def __init__(self, told: Connection) -> None:
-        self.told, self.processes, self.finished = told, list[BaseProcess](), list[protocol.Done]()
+        self.told, self.processes, self.finished = told, list[BaseProcess](), list[protocol.FinishedRow]()
         self.rows, self.asleep = dict[int, int](), set[str]()
 
     def note(self, what: str) -> None:
-        self.told.send_bytes(protocol.encode(protocol.Rows([protocol.Done(-1, b"", b"", [], what)])))
+        self.told.send_bytes(protocol.encode(protocol.Rows([protocol.FinishedRow(-1, b"", b"", [], what)])))
 
     @property
     def decodes(self) -> bool:
@@ -140,7 +140,7 @@ class Steps:
         assert not self.asleep
         self.rows = {number: left - 1 for number, left in self.rows.items()}
         ended = [number for number, left in self.rows.items() if not left]
-        self.finished += [protocol.Done(number, b"", b"", [], "length") for number in ended]
+        self.finished += [protocol.FinishedRow(number, b"", b"", [], "length") for number in ended]
         for number in ended:
             del self.rows[number]
 

@@ -10,7 +10,7 @@ from meshrl.events import Restart
 from meshrl.observe import live
 from meshrl.observe.live import EVENTS, LiveRun
 from meshrl.observe.page import POINTS, make_content
-from meshrl.observe.run_files import NOW, PAUSED, Now, Waits, ask, read_run
+from meshrl.observe.run_files import NOW, PAUSED, RunStatus, Waits, ask, read_run
 from meshrl.observe.samples import ROWS
 from tests.observe.files import append, events, lines, metrics
 
@@ -111,9 +111,9 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert shown(followed)["status"] == "not begun"
     write(folder)
     assert shown(followed)["status"] == "not ended"
-    (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0, [], [])))
+    (folder / NOW).write_bytes(msgspec.json.encode(RunStatus(3.0, [], [])))
     assert shown(followed)["status"] == "running"
-    (folder / NOW).write_bytes(msgspec.json.encode(Now(3.5, [Waits("script", PAUSED, "a file", 0.5)], [])))
+    (folder / NOW).write_bytes(msgspec.json.encode(RunStatus(3.5, [Waits("script", PAUSED, "a file", 0.5)], [])))
     assert shown(followed)["status"] == "paused"
     ask(folder, "checkpoint")
     assert shown(followed)["asked"] == ["checkpoint"]
@@ -131,7 +131,7 @@ def test_whether_a_run_lives_is_seen_whatever_its_clock_says(tmp_path: Path, mon
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
     seen = LiveRun(folder)
     for number, behind in enumerate((60, -3600)):
-        (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0 + number, [], [])))
+        (folder / NOW).write_bytes(msgspec.json.encode(RunStatus(3.0 + number, [], [])))
         os.utime(folder / NOW, (2e9 - behind, 2e9 - behind))
         for status in ("running", "running", "silent"):
             seen.look()

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from meshrl import observe
 from meshrl.errors import ConfigError
-from meshrl.observe import NOW, Now, live, run_to_watch
+from meshrl.observe import NOW, RunStatus, live, run_to_watch
 from meshrl.observe.live import LiveRun
 from tests.observe.files import append
 
@@ -132,7 +132,7 @@ async def test_who_has_the_token_alone_may_ask(tmp_path: Path, monkeypatch: pyte
             return status
 
         assert await post("pause") == 409  # there is no run yet
-        append(run / NOW, Now(3.0, [], []))
+        append(run / NOW, RunStatus(3.0, [], []))
         assert [await post("pause", token) for token in (None, "guess")] == [401] * 2
         assert [await post(command) for command in ("rm", "../stop", "x" * 10_000)] == [400, 400, 413]
         assert not (run / "control").exists()

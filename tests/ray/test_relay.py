@@ -13,7 +13,7 @@ import pytest
 from meshrl import Gather, Mesh, Weights, at, endpoint, respawn
 from meshrl.engines.ray import RayEngine, cluster, refs
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.refs import LARGE, Flow, near
+from meshrl.engines.ray.refs import LARGE, ValueStream, local_forwarders
 from meshrl.engines.remote import Place
 from meshrl.errors import RankDied
 from meshrl.mesh import EVERY, Same, pool
@@ -40,7 +40,7 @@ class Model(Numbered):
         boot = str(os.getpid())
         here = pytest.MonkeyPatch()  # of this process, for good
         here.setattr(cluster, "boot_id", lambda: boot)
-        near[0] = near[0]._replace(home=near[0].home._replace(boot=boot))
+        local_forwarders[0] = local_forwarders[0]._replace(machine=local_forwarders[0].machine._replace(boot=boot))
         if not has_torch:
             here.setattr(refs, "available", lambda: False)
 
@@ -58,7 +58,7 @@ class Model(Numbered):
     @endpoint
     async def hands_on(self) -> Same[bool]:
         gc.collect()
-        return any(isinstance(each, Flow) for each in gc.get_objects())
+        return any(isinstance(each, ValueStream) for each in gc.get_objects())
 
 
 async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died(mesh: Mesh, engine: RayEngine) -> None:

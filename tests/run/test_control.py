@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from meshrl.data import Metrics
 from meshrl.events import Pending, waiting
-from meshrl.observe import NOW, PAUSED, Command, Now, ask
+from meshrl.observe import NOW, PAUSED, Command, RunStatus, ask
 from meshrl.observe.run_files import open_requests
 from meshrl.run import Run, RunConfig
 
@@ -120,10 +120,10 @@ def test_a_run_that_is_paused_waits_until_it_is_told_to_go_on(tmp_path: Path) ->
 
 
 def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) -> None:
-    found: list[Now] = []
+    found: list[RunStatus] = []
 
     def has_waits(file: Path) -> bool:
-        found[:] = [msgspec.json.decode(file.read_bytes(), type=Now)] if file.exists() else []
+        found[:] = [msgspec.json.decode(file.read_bytes(), type=RunStatus)] if file.exists() else []
         return any(now.waits for now in found)
 
     async def wait(run: Run) -> None:

@@ -13,7 +13,7 @@ from meshrl.events import Call, Event, Gauge, Span, Wait, sink
 from meshrl.observe.run_files import EVENT
 from meshrl.roles import Flops, ModelConfig
 from meshrl.run import health
-from meshrl.run.health import Health, MeshOf, core_peak
+from meshrl.run.health import Health, MeshShape, core_peak
 from meshrl.run.prometheus import exposition
 
 
@@ -30,7 +30,7 @@ async def test_speeds_utilisation_and_waits_of_a_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(health, "flops_of", lambda _: Flops(per_token=100.0, per_pair=2.0))
     monkeypatch.setattr(health, "core_peak", lambda: 1e4)
     config = ModelConfig(backend="fake", model="none")
-    await found.learn("Policy", config, MeshOf("main", 2, 0.0))
+    await found.learn("Policy", config, MeshShape("main", 2, 0.0))
     found.see(called(1, "rollout", "generate", None))
     found.see(called(2, "main", "update", 400) + called(3, "main", "logprobs", 400))
     found.see([Wait("trainer", "a batch", "", 0.5, 1.5), Wait("trainer", "a batch", "", 2, 2.5)])
@@ -57,10 +57,10 @@ async def test_models_of_one_class_need_their_own_operations(monkeypatch: pytest
     monkeypatch.setattr(health, "flops_of", lambda config: Flops(per_token=needed[config.model], per_pair=0.0))
     monkeypatch.setattr(health, "core_peak", lambda: 1e4)
     large, small = (ModelConfig(backend="fake", model=model) for model in needed)
-    await found.learn("Reference", large, MeshOf("one", 1, 0.0))
-    await found.learn("Reference", small, MeshOf("two", 1, 0.0))
+    await found.learn("Reference", large, MeshShape("one", 1, 0.0))
+    await found.learn("Reference", small, MeshShape("two", 1, 0.0))
     for config in (large, small):
-        await found.learn("Reference", config, MeshOf("both", 1, 0.0))
+        await found.learn("Reference", config, MeshShape("both", 1, 0.0))
     for number, mesh in enumerate(("one", "two", "both")):
         call = Call(number, "Reference", "logprobs", 0, 1, rows=1, tokens=400)
         found.see([Span(number, mesh, 0, "Reference", "logprobs", 0, 1), call])

@@ -10,7 +10,7 @@ from meshrl import Batch, ClippedLoss, PolicyConfig, Sampling, Task, rollout
 from meshrl.data import FINGERPRINTS
 from meshrl.mesh import Rank, rank_context
 from meshrl_torch.train.one_rank import TorchPolicy
-from meshrl_vllm.families import PROVEN
+from meshrl_vllm.image_models import PROVEN
 from meshrl_vllm.sampler import VllmSampler
 from tests.backends.material import floats
 from tests.images.families import folder_of, picture

@@ -175,7 +175,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Number of tokens that the model knows."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class FinishedRow(msgspec.Struct, frozen=True):
     """A row that was decoded, or stopped."""
 
     number: int
@@ -190,7 +190,7 @@ class Done(msgspec.Struct, frozen=True):
     @classmethod
     def of(
         cls, number: int, tokens: list[int], logprobs: list[float], spans: list[tuple[int, int]], reason: str
-    ) -> "Done":
+    ) -> "FinishedRow":
         """Make it from numbers."""
         return cls(
             number, np.array(tokens, np.int32).tobytes(), np.array(logprobs, np.float32).tobytes(), spans, reason
@@ -200,7 +200,7 @@ class Done(msgspec.Struct, frozen=True):
 class Rows(msgspec.Struct, frozen=True, tag=True):
     """Rows that left the engine."""
 
-    done: list[Done]
+    done: list[FinishedRow]
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -272,11 +272,11 @@ IN_SHARED_MEMORY: Final = Outcome("through shared memory", begun=True)
 """The outcome for weights that were checked before."""
 
 
-def set_environment(asked: Start) -> None:
+def set_environment(settings: Start) -> None:
     """Set the variables that each engine and torch read at import."""
-    os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
-    if asked.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
+    os.environ.update(OMP_NUM_THREADS=str(settings.threads), HF_HUB_OFFLINE="1")
+    if settings.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
 
 
 class Engine(Protocol):
@@ -291,7 +291,7 @@ class Engine(Protocol):
     """Number of tokens that the model knows."""
     steps: int
     """Number of decode steps."""
-    finished: list[Done]
+    finished: list[FinishedRow]
     """Rows that were decoded, or stopped and are to be returned. `worker` removes them."""
 
     @property

@@ -32,7 +32,7 @@ _REMEDY: Final = "resume with the configuration that the checkpoint was written 
 _REMOVE: Final = "Remove the checkpoint that it belongs to, to resume from the one before"
 
 
-class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+class ModelFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The facts about a model in training, besides its tensors."""
 
     role: str
@@ -57,7 +57,7 @@ class State(ABC):
         self._reads_model = False
         """True if the thread writes the model's own tensors, not a copy."""
         self.alpha: int | None = None
-        """See `Facts.alpha`."""
+        """See `ModelFacts.alpha`."""
 
     def write(self, folder: str, wait: bool) -> None:
         """Begin to write a file for each rank, and one of facts. All ranks call it together. A thread of each writes.
@@ -74,7 +74,7 @@ class State(ABC):
             boxes.extend(self._held(_kinds(steps), copied=not wait))
             return bool(boxes)
 
-        facts = Facts(self._role, steps, sum(self._ranks.agree(collect)), self._late(), self.alpha)
+        facts = ModelFacts(self._role, steps, sum(self._ranks.agree(collect)), self._late(), self.alpha)
         self._last, self._reads_model = self._thread.submit(self._write, path, boxes, facts), wait
 
     async def written(self) -> None:
@@ -117,7 +117,7 @@ class State(ABC):
         """Raise ModelError if `read` would before it changes anything. All ranks call it together."""
         self._opened(folder)
 
-    def _opened(self, folder: str) -> tuple[Facts, Boxes]:
+    def _opened(self, folder: str) -> tuple[ModelFacts, Boxes]:
         sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
         return self._ranks.together(lambda: self._open(Path(folder), sizes))
 
@@ -130,11 +130,11 @@ class State(ABC):
         """Yield the boxes that this rank writes, in the host's memory. All ranks together write each element once."""
 
     def _late(self) -> Mapping[str, int]:
-        """Return `Facts.late`."""
+        """Return `ModelFacts.late`."""
         return {}
 
     @abstractmethod
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, facts: ModelFacts) -> None:
         """Set the number of steps, before moments are loaded. After 0 steps there are none.
 
         ModelError on all ranks, and nothing changes, if the backend cannot continue from these facts.
@@ -150,15 +150,15 @@ class State(ABC):
             wait([self._last])
             self._last = None
 
-    def _write(self, folder: Path, boxes: Sequence[Box], facts: Facts) -> None:
+    def _write(self, folder: Path, boxes: Sequence[Box], facts: ModelFacts) -> None:
         write_boxes(folder / _SHARD.format(self._ranks.number + 1), boxes)
         if self._ranks.number == 0:
             (folder / FACTS).write_bytes(msgspec.json.encode(facts))
 
-    def _open(self, path: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Facts, Boxes]:
+    def _open(self, path: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[ModelFacts, Boxes]:
         """Return the facts and tensors in a folder. ModelError if they are of another role or model, or not whole."""
         try:
-            facts = msgspec.json.decode((path / FACTS).read_bytes(), type=Facts)
+            facts = msgspec.json.decode((path / FACTS).read_bytes(), type=ModelFacts)
             if facts.role != self._role:
                 raise ModelError(f"{path} is the state of a {facts.role}, not of a {self._role}; {_REMEDY}")
             boxes = Boxes(path)
@@ -209,7 +209,7 @@ class TrainingState(State):
         counts = zip(self._parameters, self._optimizer.counts(), strict=True)
         return {name: count for name, count in counts if count != self._optimizer.steps}
 
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, facts: ModelFacts) -> None:
         self._optimizer.begin(facts.steps, [facts.late.get(name, facts.steps) for name in self._parameters])
 
     def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:

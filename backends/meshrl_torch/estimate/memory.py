@@ -29,8 +29,8 @@ from meshrl.roles import (
     options_of,
 )
 from meshrl_torch.estimate import rehearsal
-from meshrl_torch.estimate.eyes import looks
 from meshrl_torch.estimate.flops import cache_per_token
+from meshrl_torch.estimate.vision import image_memory
 from meshrl_torch.model.adapted import Adapters
 from meshrl_torch.model.attention import Packed
 from meshrl_torch.model.heads import kind_of
@@ -85,7 +85,7 @@ def held(config: ModelConfig, work: Workload) -> MemoryEstimate:
             'backend = "fsdp", or one rank'
         )
     measured, during = figures(config, here, partial(_whole, config)), "update" if trains else "score"
-    seen = looks(config, here, budget_of(config), during, host=True)
+    seen = image_memory(config, here, budget_of(config), during, host=True)
     return MemoryEstimate([*measured.terms(during, host=True), *seen], knobs(config))
 
 
@@ -119,7 +119,7 @@ def held_sharded(config: ModelConfig, work: Workload) -> MemoryEstimate:
         terms = _without_moments(terms)
     if trains and work.gpu:
         terms.append(_reduction(config, measured.gathered, grid.shape[1]))
-    seen = looks(config, work, budget_of(config), "update" if trains else "score", host=not work.gpu)
+    seen = image_memory(config, work, budget_of(config), "update" if trains else "score", host=not work.gpu)
     offload = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
     offload += ["fsdp.offload_moments=true"] if offload and trains and not layout.offload_moments else []
     return MemoryEstimate([*terms, *seen], [*knobs(config), *offload])
@@ -185,7 +185,7 @@ def _sampler(config: SamplerConfig, work: Workload) -> MemoryEstimate:
         ("prefill", measured.head, "generate", once),
     )
     terms = [MemoryTerm(*row, host=True) for row in rows]
-    seen = looks(config, prompts, PREFILL_TOKENS, "generate", host=True)
+    seen = image_memory(config, prompts, PREFILL_TOKENS, "generate", host=True)
     return MemoryEstimate([*terms, *seen], [f"slots={max(1, slots // 2)}", *knobs(config)])
 
 

@@ -87,7 +87,7 @@ class Reading(NamedTuple):
     """The same numbers in blocks, if adapters share the tokens."""
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """The matrices of an adapter in one layer: the output changes by `scale * states @ down.T @ up.T`."""
 
     down: nn.Parameter
@@ -117,7 +117,7 @@ class Adapter:
     """One adapter of a network."""
 
     config: LoraConfig
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, LoraPair]
     """By the names of the layers in the original model."""
     parameters: Mapping[str, nn.Parameter]
     """The same matrices, by the names that peft gives them in an adapter called "default", in a fixed order."""
@@ -202,7 +202,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base_layer = base
         self._adapters, self.is_head = adapters, is_head
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, LoraPair] = {}
         """By adapter. No parameters of the network."""
         self._split = _split_of(cast("Tensor", base.weight))
 
@@ -240,7 +240,7 @@ class Adapted(nn.Module):
         change = self._product(*self._stacked(own, own.blocks), own.blocks.gather(states.flatten(0, -2)))
         return own.blocks.add(flat, change).view(result.shape)
 
-    def _change(self, pair: Pair, states: Tensor) -> Tensor:
+    def _change(self, pair: LoraPair, states: Tensor) -> Tensor:
         """Return what an adapter adds to the layer's output for these inputs."""
         base = self.base_layer
         if not isinstance(base, nn.Embedding):

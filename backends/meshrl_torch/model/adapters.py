@@ -9,12 +9,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.errors import ModelError
 

@@ -49,7 +49,7 @@ class ModelFiles:
         `Boxes` does.
         """
         self._folder = folder
-        self._method = _taken(shape)
+        self._method = _pop_quantization(shape)
         self.is_packed: Final = self._method is not None and self._method.get("quant_method") == _PACKED
         """True if only transformers knows the numbers."""
         self._boxes: Final = Boxes(folder, _files(folder))
@@ -167,7 +167,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in cast("Mapping[str, str]", table["weight_map"]).values()})
 
 
-def _taken(shape: PretrainedConfig) -> Mapping[str, object] | None:
+def _pop_quantization(shape: PretrainedConfig) -> Mapping[str, object] | None:
     """Remove and return what a configuration says of its model's quantization. None if it says nothing."""
     found: Mapping[str, object] | None = None
     for each in (shape.get_text_config(), shape):

@@ -36,12 +36,7 @@ class Layout(Protocol):
         ...
 
     def read(
-        self,
-        body: nn.Module,
-        ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        images: Taken | None = None,
+        self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend, images: Taken | None = None
     ) -> Tensor:
         """Return the last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens].
 
@@ -63,12 +58,7 @@ class PackedRows:
         return micro_batches(tokens, rows, learn, budget)
 
     def read(
-        self,
-        body: nn.Module,
-        ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        images: Taken | None = None,
+        self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend, images: Taken | None = None
     ) -> Tensor:
         """Return the last hidden states. ModelError for images."""
         if images:
@@ -95,12 +85,7 @@ class PaddedRows:
         return padded_batches(tokens, rows, learn, budget)
 
     def read(
-        self,
-        body: nn.Module,
-        ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        images: Taken | None = None,
+        self, body: nn.Module, ids: Tensor, positions: Tensor, attend: Attend, images: Taken | None = None
     ) -> Tensor:
         """Return the last hidden states. The model numbers positions itself."""
         given = {"input_ids": ids, "use_cache": False}

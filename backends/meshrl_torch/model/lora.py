@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from meshrl.errors import ConfigError
 from meshrl.hub import Repository
 from meshrl.roles import LoraConfig
-from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, Pair
+from meshrl_torch.model.adapted import BASE_LAYER, Adapted, Adapter, Adapters, LoraPair
 from meshrl_torch.model.network import LanguageModel
-from meshrl_torch.model.vision import eyes_of
+from meshrl_torch.model.vision import vision_modules
 
 _DEFAULT: Final = "default"
 """The name of an adapter in the names of its tensors, which do not depend on its name here."""
@@ -35,7 +35,7 @@ def add_adapter(
     """
     adapters, layers = cast("Adapters", model.adapters), _targets(model, config)
     random = torch.Generator().manual_seed(config.seed if config.seed is not None else seed)  # the same on all ranks
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, LoraPair] = {}
     parameters: dict[str, nn.Parameter] = {}
     for path, layer in layers.items():
         embeds, (rows, columns) = _kind_of(layer) is nn.Embedding, _shape_of(layer)
@@ -48,7 +48,7 @@ def add_adapter(
         made = nn.Parameter(down.to(device)), nn.Parameter(up.to(device))
         form = "{}.lora_embedding_{}.{}" if embeds else "{}.lora_{}.{}.weight"
         parameters |= {form.format(path, letter, _DEFAULT): each for letter, each in zip("AB", made, strict=True)}
-        pairs[path] = Pair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
+        pairs[path] = LoraPair(*made, config.alpha / config.rank, _kind_of(layer) is nn.Linear)
     made_layers = {path: _adapted(model, adapters, path, layer) for path, layer in layers.items()}
     for path, layer in made_layers.items():
         layer.pairs[name] = pairs[path]
@@ -91,10 +91,8 @@ def _targets(model: LanguageModel, config: LoraConfig) -> Mapping[str, nn.Module
     network = model.network
     modules = {name: each for name, each in network.named_modules() if not name.endswith(BASE_LAYER[:-1])}
     if model.vision is not None and (is_all_linear(config.targets) or not isinstance(config.targets, str)):
-        eyes = tuple(eyes_of(network))
-        modules = {
-            name: each for name, each in modules.items() if not f"{name}.".startswith(tuple(f"{own}." for own in eyes))
-        }
+        vision = tuple(f"{name}." for name in vision_modules(network))
+        modules = {name: each for name, each in modules.items() if not f"{name}.".startswith(vision)}
     layers = {name: each for name, each in modules.items() if isinstance(each, (Adapted, *_KINDS))}
     head = network.get_output_embeddings()
     if is_all_linear(config.targets):

@@ -117,7 +117,7 @@ def _content(branch: Branch) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACES}})}"
 
 
-class _Spelled:
+class _CharacterVocabulary:
     """The vocabulary of a tokenizer whose tokens are the characters that they stand for."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: int) -> None:
@@ -162,11 +162,11 @@ class Grammars:
     def begin(self, text: str, tokens: Sequence[int], where: str) -> "LLMatcher":
         """Return the state of a constraint after these tokens. DataError if it does not allow them."""
         matcher = self._compiled(text).deep_copy()
-        said = list(tokens[:-1] if len(tokens) and tokens[-1] in self._ends else tokens)
-        allowed = matcher.try_consume_tokens(said) if said else 0
-        if allowed < len(said):  # perhaps too many for one call, or other answers have used the grammar up
-            matcher, allowed = self.anew(text, said)
-        if allowed < len(said) or (allowed < len(tokens) and not matcher.is_accepting()):
+        content = list(tokens[:-1] if len(tokens) and tokens[-1] in self._ends else tokens)
+        allowed = matcher.try_consume_tokens(content) if content else 0
+        if allowed < len(content):  # perhaps too many for one call, or other answers have used the grammar up
+            matcher, allowed = self.anew(text, content)
+        if allowed < len(content) or (allowed < len(tokens) and not matcher.is_accepting()):
             raise DataError(
                 f"{where} has the token {tokens[allowed]} at place {allowed} of an answer, which its constraint does "
                 f"not allow: {text[:200]}. A row keeps its constraint for as long as it is drawn, and a trainer has "
@@ -174,7 +174,7 @@ class Grammars:
             )
         return matcher
 
-    def anew(self, text: str, said: Sequence[int]) -> "tuple[LLMatcher, int]":
+    def anew(self, text: str, content: Sequence[int]) -> "tuple[LLMatcher, int]":
         """Follow tokens one by one by a new grammar. Returns the state after them, and how many it allowed.
 
         All answers of a compiled grammar share its lexer, which fails for all of them if they need too many states. So
@@ -182,7 +182,7 @@ class Grammars:
         """
         self._compiled.cache_clear()
         matcher, allowed = self._compiled(text).deep_copy(), 0
-        while allowed < len(said) and self.fill([matcher]).any() and matcher.consume_token(said[allowed]):
+        while allowed < len(content) and self.fill([matcher]).any() and matcher.consume_token(content[allowed]):
             allowed += 1
         return matcher, allowed
 
@@ -248,7 +248,7 @@ def _vocabulary(words: Words) -> "LLTokenizer":
     tokenizer, ends = words.tokenizer, sorted(words.ends)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None):
-            spelled = _Spelled(tokenizer, words.known)
+            spelled = _CharacterVocabulary(tokenizer, words.known)
             return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
         try:
             return from_tokenizer(tokenizer, n_vocab=words.known, eos_token=ends)

@@ -26,7 +26,7 @@ from meshrl_torch.model.positions import ANY, Rotaries
 from meshrl_torch.model.proof import proved, read_padded, stand_in
 from meshrl_torch.model.routing import Routers, Routes
 from meshrl_torch.model.text import Template, Words, words
-from meshrl_torch.model.vision import Taken, Vision, eyes_of, images_of
+from meshrl_torch.model.vision import Taken, Vision, images_of, vision_modules
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32. More are made in chunks, and made again for the backward pass.
@@ -103,7 +103,12 @@ class LanguageModel(Words):
         states = self.layout.read(self.body, ids, positions, attend, images)
         if self.vision is None or not torch.is_grad_enabled():
             return states
-        eyes = (each for module in eyes_of(self.network).values() for each in module.parameters() if each.requires_grad)
+        eyes = (
+            each
+            for module in vision_modules(self.network).values()
+            for each in module.parameters()
+            if each.requires_grad
+        )
         zeros = [each.flatten()[:1].sum() * 0 for each in eyes]  # each has a gradient, also in a pass without images
         return states + torch.stack(zeros).sum().to(states.dtype) if zeros else states
 
@@ -151,7 +156,7 @@ class LanguageModel(Words):
     def _chosen(
         self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None, allowed: Tensor | None = None
     ) -> Tensor:
-        logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _Chosen.apply)
+        logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _ChosenLogProbs.apply)
         logits = self._logits(hidden)
         return logprobs_of(logits if allowed is None else restricted(logits, allowed), chosen, temperature)
 
@@ -187,11 +192,7 @@ class LanguageModel(Words):
 
 
 def in_chunks(
-    compute: Callable[..., Tensor],
-    columns: int,
-    hidden: Tensor,
-    chosen: Tensor,
-    *others: Tensor | None,
+    compute: Callable[..., Tensor], columns: int, hidden: Tensor, chosen: Tensor, *others: Tensor | None
 ) -> Tensor:
     """Return `compute(hidden, chosen, *others)`, whose logits of all columns are at most MAX_LOGITS at once.
 
@@ -220,7 +221,7 @@ def to_probabilities(logprobs: Tensor) -> Tensor:
     return torch.cat(sums).neg_()
 
 
-class _Chosen(torch.autograd.Function):
+class _ChosenLogProbs(torch.autograd.Function):
     """Returns the log-prob of each chosen token, from logits of any dtype, and the entropy if a gradient is needed.
 
     In addition to the logits it holds one float32 tensor of their size, which the backward pass turns into their
@@ -339,7 +340,7 @@ def _with_network(model: LanguageModel, network: PreTrainedModel) -> LanguageMod
     )
 
 
-class _States:
+class _BodyOutput:
     """The result of a body: its last hidden states, and None for anything else that a head reads."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -352,7 +353,7 @@ class _States:
         return None
 
 
-class _Given(nn.Module):
+class _FixedBody(nn.Module):
     """Replaces a model's body, and a body inside, and returns given hidden states. It has the body's attributes."""
 
     def __init__(self, body: nn.Module) -> None:
@@ -364,15 +365,15 @@ class _Given(nn.Module):
         value = cast("Tensor | nn.Module", super().__getattr__(name) if own is None else getattr(own[0], name))
         return self if isinstance(value, PreTrainedModel) else value
 
-    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _States:
-        return _States(inputs_embeds)
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
 
 
 def headless(network: PreTrainedModel) -> PreTrainedModel:
     """Return the network without its body, so that its code (scaling, capping) makes the logits."""
     body, head = body_of(network), copy.copy(network)
     name = next(name for name, each in network.named_children() if each is body)
-    head.__dict__["_modules"] = {**network._modules, name: _Given(body)}  # noqa: SLF001
+    head.__dict__["_modules"] = {**network._modules, name: _FixedBody(body)}  # noqa: SLF001
     return head
 
 

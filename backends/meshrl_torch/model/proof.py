@@ -21,7 +21,7 @@ from meshrl_torch.model.layout import PACKED, PaddedRows
 from meshrl_torch.model.making import MAKING, WithoutValues
 from meshrl_torch.model.mixers import Kinds, Mixers, kinds_in
 from meshrl_torch.model.packing import MicroBatch, whole
-from meshrl_torch.model.routing import Choosing, Routes
+from meshrl_torch.model.routing import Routes, TopKFinder
 
 if TYPE_CHECKING:
     from meshrl_torch.model.network import LanguageModel
@@ -186,7 +186,7 @@ def _regroups(model: "LanguageModel", followed: "LanguageModel") -> bool:
     """True if a model has other routers than those of `followed`, which follow given experts."""
     if model.routers is not followed.routers:
         return True
-    with Choosing(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
+    with TopKFinder(model.network, sum(map(len, _ROWS)) - len(_PROMPT)) as choosing:
         _packed_states(model, _ROWS)
     return choosing.unknown(model.routers) is not None
 

@@ -42,7 +42,7 @@ class Routes:
         return torch.stack(self.seen, 1).cpu().numpy()
 
 
-class _Follow(TorchFunctionMode):
+class _ForcedRoutes(TorchFunctionMode):
     """Makes a router's own code take given experts where it takes the highest ones, so that it weighs them itself."""
 
     def __init__(self, given: Tensor, experts: int) -> None:
@@ -62,7 +62,7 @@ class _Follow(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
-class Choosing(TorchFunctionMode):
+class TopKFinder(TorchFunctionMode):
     """Collects the modules that take the highest of some numbers for each token, other than one for each token."""
 
     def __init__(self, network: nn.Module, tokens: int) -> None:
@@ -140,7 +140,7 @@ class Routers:
         if self.routes is None:
             return forward(*args, **options)
         given = None if self.routes.given is None else self.routes.given[:, number]
-        with nullcontext() if given is None else _Follow(given, self.experts):
+        with nullcontext() if given is None else _ForcedRoutes(given, self.experts):
             output = forward(*args, **options)
         parts = cast("tuple[object, ...]", output) if isinstance(output, tuple) else ()
         found = [each for each in parts if isinstance(each, Tensor) and each.dtype in (torch.int64, torch.int32)]
@@ -163,7 +163,7 @@ def routed(model: "LanguageModel") -> tuple[int, int]:
     """
     routers, ids, routes = model.routers, torch.tensor([[0, 1]]), Routes()
     with torch.no_grad():
-        with Choosing(model.network, ids.shape[1]) as choosing:
+        with TopKFinder(model.network, ids.shape[1]) as choosing:
             model.hidden(ids, torch.arange(2)[None], IDLE.attend, routes)
         if unknown := choosing.unknown(routers):
             raise ModelError(f"{type(unknown).__name__} chooses in an unknown way{_REMEDY}")

@@ -179,11 +179,11 @@ def observed(words: Words, rows: Batch) -> tuple[Batch, NDArray[np.bool_]]:
     version -1. A row has no room if the model could not read it and one more token, or only with other positions: it is
     returned without the images of that text. DataError for a text that the tokenizer cannot encode.
     """
-    said, images = [str(text) if text else "" for text in rows.objects("observation")], images_of(rows)
-    names = [names_in(text) for text in said]
+    observations, images = [str(text) if text else "" for text in rows.objects("observation")], images_of(rows)
+    names = [names_in(text) for text in observations]
     texts = [
         words.put(words.with_tokens(text), own, images, rows.place(row)).text
-        for row, (text, own) in enumerate(zip(said, names, strict=True))
+        for row, (text, own) in enumerate(zip(observations, names, strict=True))
     ]
     encoded = encode_after(words.tokenizer, [row.tolist() for row in rows.tokens], texts)
     lengths, added = rows.tokens.lengths, np.array([len(ids) for ids in encoded], np.int64)

@@ -10,17 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.algo import spread
-from meshrl.data import (
-    BASE,
-    DEFAULT_ADAPTER,
-    MASKED,
-    Batch,
-    Ragged,
-    Source,
-    adapters_of,
-    check_lengths,
-    masked_spans,
-)
+from meshrl.data import BASE, DEFAULT_ADAPTER, MASKED, Batch, Ragged, Source, adapters_of, check_lengths, masked_spans
 from meshrl.errors import DataError
 from meshrl_torch.model.adapted import Uses
 from meshrl_torch.model.attention import moved

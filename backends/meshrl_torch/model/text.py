@@ -22,7 +22,7 @@ from meshrl.data import Batch, Images, Message, Prompt, mark_of, names_in, piece
 from meshrl.errors import ConfigError, DataError, ModelError, did_you_mean
 from meshrl.roles import Sampling
 from meshrl_torch.model.positions import ANY, native_tokens
-from meshrl_torch.model.vision import Put, Vision
+from meshrl_torch.model.vision import FilledText, Vision
 
 PAD: Final = 0
 END: Final = 1
@@ -101,7 +101,7 @@ class Words:
             | {added[text] for text in sampling.stop if text in added}
         )
 
-    def put(self, text: str, names: Sequence[str], images: Images | None, where: str) -> Put:
+    def put(self, text: str, names: Sequence[str], images: Images | None, where: str) -> FilledText:
         """Put what stands for images into a rendered text. DataError if the model does not see, or they do not fit."""
         if self.vision is not None:
             return self.vision.put(text, names, images or Images((), {}), where)
@@ -110,7 +110,7 @@ class Words:
                 f"{where}: the text names images, and {self.tokenizer.name_or_path or 'this model'} sees none, or its "
                 "folder has no processor_config.json or preprocessor_config.json: choose a vision-language model"
             )
-        return Put(text, ())
+        return FilledText(text, ())
 
     def with_tokens(self, text: str) -> str:
         """Return a text that no template renders, with the processor's token for each image that it names."""

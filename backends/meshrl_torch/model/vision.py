@@ -44,7 +44,7 @@ _KINDS: Final = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageInputs:
     """What a processor makes of an image."""
 
     text: str
@@ -114,7 +114,7 @@ class Taken:
         return seen
 
 
-class Put(NamedTuple):
+class FilledText(NamedTuple):
     """A text with what stands for its images."""
 
     text: str
@@ -134,8 +134,8 @@ class Vision:
     ) -> None:
         """`source`: the model's folder, or a new model's processor."""
         self._shape, self._tokenizer, self._source = shape, tokenizer, source
-        self._kept: dict[str, Seen] = {}
-        self._held: WeakValueDictionary[str, Seen] = WeakValueDictionary()
+        self._kept: dict[str, ImageInputs] = {}
+        self._held: WeakValueDictionary[str, ImageInputs] = WeakValueDictionary()
         self._turn = RLock()  # of threads that use the processor
         named = (getattr(shape, name, None) for name in ("image_token_id", "image_token_index"))
         self.token: int = next((each for each in named if isinstance(each, int)), -1)
@@ -184,19 +184,19 @@ class Vision:
         else:
             self._source.save_pretrained(folder)
 
-    def seen(self, images: Images, name: str, where: str) -> Seen:
+    def seen(self, images: Images, name: str, where: str) -> ImageInputs:
         """Return what the processor makes of an image. DataError, which names `where`, if it cannot be read."""
         if (kept := self._kept.get(name)) is not None:
             return kept
         with self._turn:
             return self._kept.get(name) or self._made(images, name, where)
 
-    def hold(self, images: Images, names: Sequence[str], where: str) -> Sequence[Seen]:
+    def hold(self, images: Images, names: Sequence[str], where: str) -> Sequence[ImageInputs]:
         """Return what `put` needs of images, which it finds without their pixels while this is held.
 
         DataError as for `seen`. Any thread may call it, so that the one that calls `put` decodes and waits for nothing.
         """
-        found: list[Seen] = []
+        found: list[ImageInputs] = []
         for name in names:
             seen = self.seen(images, name, where)
             with self._turn:
@@ -204,7 +204,7 @@ class Vision:
         _ = self._side_by_side
         return found
 
-    def _made(self, images: Images, name: str, where: str) -> Seen:
+    def _made(self, images: Images, name: str, where: str) -> ImageInputs:
         if name not in images.pool:
             raise DataError(f"{where}: the text names the image {name}, which the column `{IMAGES}` does not have")
         image = opened(images.pool[name], where)
@@ -217,12 +217,12 @@ class Vision:
         for key, value in sorted(inputs.items()):
             digest.update(f"{key}{value.dtype}{tuple(value.shape)}".encode())
             digest.update(value.contiguous().numpy().tobytes())
-        seen = self._kept[name] = Seen(text, list(ids).count(self.token), inputs, digest.hexdigest())
+        seen = self._kept[name] = ImageInputs(text, list(ids).count(self.token), inputs, digest.hexdigest())
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT:
             del self._kept[next(iter(self._kept))]
         return seen
 
-    def put(self, text: str, names: Sequence[str], images: Images, where: str) -> Put:
+    def put(self, text: str, names: Sequence[str], images: Images, where: str) -> FilledText:
         """Put what stands for images into a text, in the places of the processor's token for one.
 
         DataError if it has not as many of these as names.
@@ -241,7 +241,7 @@ class Vision:
             own = (self._held.get(name) or self.seen(images, name, where)).text
             grown.append((at, len(own) - len(token)))
             whole, at = whole + own + piece, at + len(token) + len(piece)
-        return Put(whole, grown)
+        return FilledText(whole, grown)
 
     def fingerprints(self, images: Images) -> list[tuple[str, ...]]:
         """Return those of each row's images."""
@@ -323,7 +323,9 @@ class Vision:
         order = {name: number for number, (name, _) in enumerate(looked)}
         return Taken(made, once, [seen[name].tokens for name, _ in looked], [order[name] for name, _ in names])
 
-    def _joined(self, seen: Sequence[Seen], images: Images, names: Sequence[tuple[str, str]]) -> Mapping[str, Tensor]:
+    def _joined(
+        self, seen: Sequence[ImageInputs], images: Images, names: Sequence[tuple[str, str]]
+    ) -> Mapping[str, Tensor]:
         """Return the tensors of several images as the processor makes them of all."""
         if len(seen) == 1:
             return seen[0].inputs
@@ -393,7 +395,7 @@ def images_of(batch: Batch) -> Images | None:
     return None
 
 
-def eyes_of(network: PreTrainedModel) -> Mapping[str, nn.Module]:
+def vision_modules(network: PreTrainedModel) -> Mapping[str, nn.Module]:
     """Return the modules of a body that are not its language model, by name: what sees, and what joins the two."""
     decoder = network.get_decoder()
     outer = {name: each for name, each in network.named_modules() if any(own is decoder for own in each.children())}

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from meshrl import log
 from meshrl.errors import ConfigError, Damaged, DataError, MeshrlError, ModelError
 from meshrl.mesh import PATIENCE, Rank, current_rank, machine_gpus
-from meshrl_torch.ranks.host_monitor import HostMonitor
+from meshrl_torch.ranks.rank_monitor import RankMonitor
 from meshrl_torch.wire import nccl, segments
 from meshrl_torch.wire.plan import gpu_of
 
@@ -71,7 +71,7 @@ class _Joined(NamedTuple):
     """HOST:PORT of its ranks' store."""
     generation: str
     """The address when the group was made."""
-    monitor: HostMonitor
+    monitor: RankMonitor
 
 
 _joined: _Joined | None = None
@@ -128,8 +128,8 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         return
     store = mesh_store(rank)
     kind, gpu = (f"cuda with NCCL {nccl.release()}", gpu_of(device)) if device.type == "cuda" else (device.type, "")
-    _check_devices(_told_by_all(store, rank, "device", f"{kind}:{gpu}:{lacks}"))
-    known = set(_told_by_all(store, rank, "generation", _joined.generation if _joined else ""))
+    _check_devices(_exchanged(store, rank, "device", f"{kind}:{gpu}:{lacks}"))
+    known = set(_exchanged(store, rank, "generation", _joined.generation if _joined else ""))
     if "" in known or len(known) > 1:  # a process is new, and the old group lacks it
         if _joined is not None:
             _joined.monitor.close()
@@ -137,7 +137,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             dist.destroy_process_group()
         _make_group(device, PrefixStore("group", store), rank)
         lost = partial(_end_collectives, device, dist.group.WORLD)
-        monitor = HostMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
+        monitor = RankMonitor(store, rank, address.rpartition(":")[0], lost, patience_with_hosts())
         _joined = _Joined(address, address, monitor)
     elif _joined is not None:
         _joined = _joined._replace(address=address)
@@ -161,14 +161,14 @@ def _end_collectives(device: torch.device, world: dist.ProcessGroup | None, gone
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end them in one order
 
 
-def _told_by_all(store: Store, rank: Rank, name: str, own: str) -> list[str]:
+def _exchanged(store: Store, rank: Rank, name: str, own: str) -> list[str]:
     """Return what each rank tells under a name, such as the group that its process is in: empty for one in none."""
     store.set(f"{name}/{rank.index}", own)
     return [store.get(f"{name}/{index}").decode() for index in range(rank.size)]
 
 
 def _check_devices(devices: Sequence[str]) -> None:
-    """Raise ConfigError on all ranks before they would wait for each other. `told`: each's device, GPU, complaint."""
+    """Raise ConfigError on all ranks before they would wait for each other. `devices`: kind, GPU and complaint."""
     owners: dict[str, int] = {}
     for index, text in enumerate(devices):
         kind, gpu, lacks = text.split(":", 2)

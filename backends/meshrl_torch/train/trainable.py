@@ -38,7 +38,7 @@ from meshrl_torch.model.lora import merged
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import MicroBatch
 from meshrl_torch.model.scoring import Passes, Predict, predicted
-from meshrl_torch.model.vision import eyes_of
+from meshrl_torch.model.vision import vision_modules
 from meshrl_torch.train.optimizer import Stepper
 from meshrl_torch.train.step import Added, StepLoss, prepared
 
@@ -89,7 +89,7 @@ def role_model(config: ModelConfig, model: LanguageModel) -> RoleModel:
     if trains and model.vision is None:
         raise ConfigError("policy.train_vision: this model sees no images: leave it out")
     if model.vision is not None and not trains:
-        for module in eyes_of(model.network).values():
+        for module in vision_modules(model.network).values():
             module.requires_grad_(False)
     if isinstance(config, PolicyConfig):
         if config.is_adapted:

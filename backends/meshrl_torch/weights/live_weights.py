@@ -144,14 +144,10 @@ class LiveWeights(Weights):
         return DataLost(where, reason, f"the weights of version {self.version}")
 
     def __reduce__(self) -> tuple[Callable[..., "LiveWeights"], tuple[object, ...]]:
-        return _unpickled, (self.version, self.probe, self.manifest, self.together)
+        return LiveWeights.offered, (self.version, self.probe, self.manifest, self.together)
 
     def __repr__(self) -> str:
         return f"LiveWeights(version {self.version}, {self.nbytes:,} bytes in the policy)"
-
-
-def _unpickled(version: int, probe: Probe | None, manifest: Manifest, together: int) -> LiveWeights:
-    return LiveWeights.offered(version, probe, manifest, together)
 
 
 class InPlace:

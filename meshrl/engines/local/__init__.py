@@ -4,13 +4,6 @@ Each rank has an event loop and its own copies of arguments, so a script that wo
 processes.
 """
 
-from meshrl.engines.local.engine import LocalEngine
-from meshrl.engines.local.loops import RankLoop
-from meshrl.engines.local.rank_thread import LocalMember, LocalSlot
-
-__all__ = [
-    "LocalEngine",
-    "LocalMember",
-    "LocalSlot",
-    "RankLoop",
-]
+from meshrl.engines.local.engine import LocalEngine as LocalEngine
+from meshrl.engines.local.loops import RankLoop as RankLoop
+from meshrl.engines.local.rank_thread import LocalMember as LocalMember, LocalSlot as LocalSlot

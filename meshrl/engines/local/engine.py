@@ -64,8 +64,8 @@ class LocalEngine:
         """
         check_count(count)
         if resources.gpus or resources.custom:
-            asked = {"gpus": resources.gpus, **resources.custom}
-            named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
+            requested = {"gpus": resources.gpus, **resources.custom}
+            named = ", ".join(f"{name} = {amount:g}" for name, amount in requested.items() if amount)
             raise ConfigError(
                 f"a mesh asks for {named}, but the local engine has only threads: set "
                 "run.engine = 'processes', or 'ray' for several machines"
@@ -176,11 +176,7 @@ class _Results:
     """The results of one call on several ranks. Only the last one wakes the caller."""
 
     def __init__(
-        self,
-        caller: asyncio.AbstractEventLoop,
-        count: int,
-        finish: Callable[[object], object],
-        seen: OnSpan | None,
+        self, caller: asyncio.AbstractEventLoop, count: int, finish: Callable[[object], object], seen: OnSpan | None
     ) -> None:
         self.seen = seen
         self.done: asyncio.Future[list[object]] = caller.create_future()

@@ -3,6 +3,4 @@
 A template process imports what ranks need, and forks them. Calls go through `engines.remote`.
 """
 
-from meshrl.engines.processes.engine import ProcessEngine
-
-__all__ = ["ProcessEngine"]
+from meshrl.engines.processes.engine import ProcessEngine as ProcessEngine

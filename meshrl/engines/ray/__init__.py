@@ -1,5 +1,3 @@
 """Ranks as processes of a Ray cluster."""
 
-from meshrl.engines.ray.engine import RayEngine
-
-__all__ = ["RayEngine"]
+from meshrl.engines.ray.engine import RayEngine as RayEngine

@@ -26,9 +26,19 @@ from ray.exceptions import (
 )
 
 from meshrl import log
-from meshrl.engines.ray.cluster import Home, home
+from meshrl.engines.ray.cluster import Machine, this_machine
 from meshrl.engines.ray.code import Method, settle_in
-from meshrl.engines.ray.refs import Handle, HostRef, Parcel, RayRef, Route, Stop, near, pack, unpack
+from meshrl.engines.ray.refs import (
+    Forwarder,
+    Handle,
+    HostRef,
+    PackedValue,
+    RayRef,
+    Route,
+    local_forwarders,
+    pack,
+    unpack,
+)
 from meshrl.engines.ray.relay import RELAY, Key, LinkSlot, Relay
 from meshrl.engines.remote import (
     NO_ARGUMENTS,
@@ -72,7 +82,7 @@ class RankProcess:
         inline_bytes: int,
         shares_memory: bool,
         share: Share,
-        controller: Home,
+        controller: Machine,
         environment: Mapping[str, str],
         packaged: Sequence[str],
     ) -> None:
@@ -90,7 +100,7 @@ class RankProcess:
         self._socket: tuple[str, bytes] | None = None
         self._controller = controller
 
-    async def call(self, call: Call, parcel: Parcel | None = None) -> Parcel | None:
+    async def call(self, call: Call, parcel: PackedValue | None = None) -> PackedValue | None:
         """Call an endpoint, or run a generator to its end."""
         given, lost = NO_ARGUMENTS, None
         if parcel is not None:
@@ -100,7 +110,7 @@ class RankProcess:
                 given, lost = cast("Arguments", None), error
         return pack(await self._host.call(call, given, lost))
 
-    async def request(self, service: Service, arguments: Parcel | None = None) -> Parcel | None:
+    async def request(self, service: Service, arguments: PackedValue | None = None) -> PackedValue | None:
         """Answer a request of a `Channel`."""
         if service == "place":
             return pack(await self._place())
@@ -110,8 +120,8 @@ class RankProcess:
         """Return the place of this process and a free port. From now on it ends if it loses its controller."""
         self._host.keep_loop()
         if self._socket is None:
-            RayRef.here = await asyncio.to_thread(home, self._controller.health_port.patience)
-            near.insert(0, Stop(cast("Handle", ray.get_runtime_context().current_actor), RayRef.here))
+            RayRef.here = await asyncio.to_thread(this_machine, self._controller.health_port.patience)
+            local_forwarders.insert(0, Forwarder(cast("Handle", ray.get_runtime_context().current_actor), RayRef.here))
             if not self._controller.is_here:
                 monitor_of(self._controller.health_port).watch(Reply(), self)
             path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
@@ -188,7 +198,7 @@ class RayChannel(Channel):
         self.handle = handle
         self._call, self._request = _method(handle, "call"), _method(handle, "request")  # each look-up makes a new one
         self._place = place
-        self._stop: Stop | None = None
+        self._forwarder: Forwarder | None = None
         self._near: SocketChannel | None = None
         self._open: set[Reply] = set()
         """Replies that Ray carries and that have not arrived."""
@@ -204,10 +214,10 @@ class RayChannel(Channel):
         self._place = place
         if self._near is None and place.socket and place.boot == boot_id() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
-        if self._stop is None and place.health_port:
-            self._stop = Stop(cast("Handle", self.handle), Home(place.host, place.boot, place.health_port))
-            if self._stop.home.is_here:
-                near.append(self._stop)
+        if self._forwarder is None and place.health_port:
+            self._forwarder = Forwarder(cast("Handle", self.handle), Machine(place.host, place.boot, place.health_port))
+            if self._forwarder.machine.is_here:
+                local_forwarders.append(self._forwarder)
 
     @property
     def is_lost(self) -> bool:
@@ -235,8 +245,8 @@ class RayChannel(Channel):
             shutil.rmtree(Path(self._near.address.path).parent, ignore_errors=True)
 
     def _leave_route(self) -> None:
-        if self._stop and self._stop in near:
-            near.remove(self._stop)
+        if self._forwarder and self._forwarder in local_forwarders:
+            local_forwarders.remove(self._forwarder)
 
     def __reduce__(self) -> tuple[type["RayChannel"], tuple[object, Place | None]]:
         return RayChannel, (self.handle, self._place)
@@ -246,7 +256,7 @@ class RayChannel(Channel):
         if self._near is not None and not self._lost:
             with suppress(NotHere):  # Ray brings values from other machines to the rank, past this process
                 return self._near.prepare(arguments)
-        parcel = () if self._lost or arguments is None else (pack(arguments, self._stop),)
+        parcel = () if self._lost or arguments is None else (pack(arguments, self._forwarder),)
         return lambda call: self._sent(self._call, call, *parcel)
 
     def request(self, service: Service, *arguments: object) -> Reply:
@@ -283,7 +293,7 @@ class RayChannel(Channel):
     async def _arrive(self, reply: Reply, sent: Awaitable[object]) -> None:
         try:
             value, error = await _answer(sent), None
-        except _Unknown as failure:  # it would continue with a call whose answer is lost
+        except _OutcomeUnknown as failure:  # it would continue with a call whose answer is lost
             self.lose(str(failure))
             await asyncio.to_thread(self.kill)
             return
@@ -296,7 +306,7 @@ class RayChannel(Channel):
         reply.arrive(value, error)
 
 
-class _Unknown(Exception):
+class _OutcomeUnknown(Exception):
     """The connection broke before the answer came, so it is unknown whether the call ran."""
 
 
@@ -305,9 +315,9 @@ _arriving: set[asyncio.Task[None]] = set()
 
 async def _answer(sent: Awaitable[object]) -> object:
     try:
-        parcel = cast("Parcel | None", await sent)
+        parcel = cast("PackedValue | None", await sent)
     except ActorUnavailableError as error:
-        raise _Unknown(
+        raise _OutcomeUnknown(
             "the connection to it broke, and with it went the answer: whether the call has run is not known, so the "
             f"process is ended (Ray: {_reason(error)})"
         ) from None

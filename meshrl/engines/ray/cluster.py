@@ -41,7 +41,7 @@ class Node(NamedTuple):
     """All its resources, taken ones included."""
 
 
-class Home(NamedTuple):
+class Machine(NamedTuple):
     """The machine of a process, as others see it."""
 
     host: str
@@ -72,11 +72,11 @@ def nodes() -> list[Node]:
     ]
 
 
-def home(patience: float) -> Home:
+def this_machine(patience: float) -> Machine:
     """Describe this machine. `patience`: seconds after which others give it up if they cannot reach it."""
     own = ray.get_runtime_context().get_node_id()
     here = next(node for node in nodes() if node.id == own)
-    return Home(socket.gethostname(), boot_id(), HealthPort(here.address, here.port, patience))
+    return Machine(socket.gethostname(), boot_id(), HealthPort(here.address, here.port, patience))
 
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class Cluster:
         self._on_lost = on_lost
         self._connecting: asyncio.Task[_Link] | None = None
         self._head: HealthPort | None = None
-        self._home: Home | None = None
+        self._machine: Machine | None = None
         self._open = Reply()
         """Arrives when this is closed."""
         self._gone = asyncio.Event()
@@ -132,13 +132,13 @@ class Cluster:
         link = await _connect(self._address)
         self._head = HealthPort(*host_and_port(ray.get_runtime_context().gcs_address), self._patience)
         monitor_of(self._head).watch(self._open, self)
-        self._home = await self.ask(partial(home, self._patience))
+        self._machine = await self.ask(partial(this_machine, self._patience))
         return link
 
     @property
-    def home(self) -> Home:
+    def machine(self) -> Machine:
         """The place of this process, once it is connected."""
-        return cast("Home", self._home)
+        return cast("Machine", self._machine)
 
     def lose(self, reason: str) -> None:
         """Give the head up. Without it no rank can be found, made or ended, and Ray waits for it in vain."""
@@ -183,7 +183,7 @@ class Cluster:
         # A daemon thread, because threads of the loop would keep this process from ending before the answer.
         Thread(target=_answer, args=(question, answer), name="meshrl-ray-head", daemon=True).start()
         waits: list[asyncio.Task[object]] = [
-            asyncio.create_task(_heard(answer)),
+            asyncio.create_task(_completed(answer)),
             asyncio.create_task(self._gone.wait()),
         ]
         try:
@@ -237,7 +237,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-async def _heard(answer: "Future[T]") -> None:
+async def _completed(answer: "Future[T]") -> None:
     await asyncio.wrap_future(answer)
 
 
@@ -272,11 +272,7 @@ async def _connect(address: str | None) -> _Link:
         try:
             with _own_token(), _own_sigterm():
                 ray.init(
-                    "local",
-                    num_cpus=cores,
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=folder,
+                    "local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder
                 )
         except Exception as error:
             seconds = f"within {time.monotonic() - began:.0f} s"
@@ -359,13 +355,13 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
     )
 
 
-def room_for(asked: Amounts, has: Amounts) -> int:
+def room_for(request: Amounts, has: Amounts) -> int:
     """Return the number of ranks with this request that fit on a node."""
     rooms = [
         floor(has.get(name, 0)) * floor(1 / amount + 1e-9)
         if name == "GPU" and amount < 1  # a share cannot span two GPUs
         else floor(has.get(name, 0) / amount + 1e-9)
-        for name, amount in asked.items()
+        for name, amount in request.items()
     ]
     return min(rooms)
 
@@ -376,19 +372,19 @@ def amounts(resources: Resources, cpus: int) -> Amounts:
     return {name: amount for name, amount in wanted.items() if amount} or NOTHING
 
 
-def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
+def has_room(count: int, request: Amounts, nodes: Sequence[Node]) -> bool:
     """True if the nodes could hold that many ranks if they were idle."""
-    return sum(room_for(asked, node.has) for node in nodes) >= count
+    return sum(room_for(request, node.has) for node in nodes) >= count
 
 
-def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterable[HealthPort] = ()) -> None:
+def check_room(count: int, request: Amounts, nodes: Sequence[Node], silent: Iterable[HealthPort] = ()) -> None:
     """Raise `NoRoom` if even idle nodes could not hold the ranks. `silent`: nodes that do not answer."""
-    if not has_room(count, asked, nodes):
-        room = sum(room_for(asked, node.has) for node in nodes)
+    if not has_room(count, request, nodes):
+        room = sum(room_for(request, node.has) for node in nodes)
         lines = [f"  {node.address} has {written(node.has)}" for node in nodes]
         listing = "\n".join([*lines, *(f"  {port.ip} does not answer" for port in silent)])
         raise NoRoom(
-            f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n"
+            f"a mesh asks for {count} ranks with {written(request)} each, and the cluster has room for {room}:\n"
             f"{listing}\nask for fewer ranks or less for each, or add nodes"
         )
 

@@ -79,10 +79,10 @@ class Versions:
         """
         if not (unknown := [node for node in nodes if node not in self._same]):
             return True
-        asked = {node: asyncio.ensure_future(self._ask(node)) for node in unknown}
-        await asyncio.wait(asked.values(), timeout=max(self._patience, _WITH_RANK) if have_ranks else self._patience)
+        requests = {node: asyncio.ensure_future(self._ask(node)) for node in unknown}
+        await asyncio.wait(requests.values(), timeout=max(self._patience, _WITH_RANK) if have_ranks else self._patience)
         others: dict[str, Mapping[str, str]] = {}
-        for node, answer in asked.items():
+        for node, answer in requests.items():
             if not answer.done():
                 answer.cancel()
             elif (there := answer.result()) is not None:
@@ -193,7 +193,7 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     `MOST`.
     """
     found: dict[Path, set[Path]] = {}
-    for root, part in {*_asked(folders), *_imported(modules)}:
+    for root, part in {*_requested(folders), *_imported(modules)}:
         found.setdefault(root, set()).update([part] if part.is_file() else _files(part))
     data = {file for files in found.values() for file in files if _is_data(file)}
     if data:
@@ -228,7 +228,7 @@ def _is_theirs(file: str) -> bool:
     return own or is_installed(file) or file.startswith(_OURS)
 
 
-def _asked(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+def _requested(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
     """Yield for each folder its place on the import path, and the part to take."""
     for folder in (each.absolute() for each in folders):
         if folder not in _TOO_WIDE and not _is_theirs(f"{folder}{os.sep}"):

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from meshrl import log
 from meshrl.engines.ranks import check_count
 from meshrl.engines.ray.channel import RankProcess, RayChannel
-from meshrl.engines.ray.cluster import Amounts, Cluster, Home, Node, amounts, check_room, has_room, room_for, written
+from meshrl.engines.ray.cluster import Amounts, Cluster, Machine, Node, amounts, check_room, has_room, room_for, written
 from meshrl.engines.ray.code import Package, has_working_dir, packaged
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.refs import HostRef
@@ -49,22 +49,22 @@ class RayReservation(Reservation):
         self,
         cluster: Cluster,
         count: int,
-        asked: Amounts,
+        request: Amounts,
         package: Package | None,
         resources: Resources,
-        rank_arguments: tuple[int, bool, Share, Home, Mapping[str, str]],
+        rank_arguments: tuple[int, bool, Share, Machine, Mapping[str, str]],
         log: str,
         rank_logs: RankLogs,
     ) -> None:
-        """`asked`: the request of each rank. `package`: code that ranks need and their machines may lack.
+        """`request`: the request of each rank. `package`: code that ranks need and their machines may lack.
 
         `rank_arguments`: of a `RankProcess`. `log`: as in `Engine.reserve`.
         """
-        cpus = asked.get("CPU", 0)
+        cpus = request.get("CPU", 0)
         super().__init__(count, max(1, int(cpus)), cpus, resources.min_ranks, log)
         self._package = package
         self._rank_logs = rank_logs
-        self._request = asked
+        self._request = request
         self._cluster = cluster
         self._rank_arguments = rank_arguments
         # Ray grants a group whole or not at all. Ranks that may come and go have one each, to move it to another node.
@@ -296,9 +296,9 @@ class RayEngine(RemoteEngine):
         await self._cluster.connect()
         async with self._planning:
             nodes = await self._cluster.nodes()
-            asked = amounts(resources, resources.cpus or 0)
-            check_room(resources.min_ranks or count, asked, nodes, self._cluster.silent.values())
-            await self._cluster.check({node.id: node.address for node in nodes if room_for(asked, node.has)})
+            request = amounts(resources, resources.cpus or 0)
+            check_room(resources.min_ranks or count, request, nodes, self._cluster.silent.values())
+            await self._cluster.check({node.id: node.address for node in nodes if room_for(request, node.has)})
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
                 most = max(0, share)
@@ -308,16 +308,16 @@ class RayEngine(RemoteEngine):
             else:
                 # On our cluster, it could only wait for other meshes of this run, which may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
-            asked = amounts(resources, cpus)
-            own = self.inline_bytes, self.shares_memory, self._share, self._cluster.home, self._environment
+            request = amounts(resources, cpus)
+            own = self.inline_bytes, self.shares_memory, self._share, self._cluster.machine, self._environment
             package = await self._packaged(nodes, resources)
-            reservation = RayReservation(self._cluster, count, asked, package, resources, own, log, self._rank_logs)
+            reservation = RayReservation(self._cluster, count, request, package, resources, own, log, self._rank_logs)
             self._reservations.append(reservation)
         return await self._settled(reservation)
 
     async def _packaged(self, nodes: Iterable[Node], resources: Resources) -> Package | None:
         """Package the code for ranks that may be on another machine, unless Ray has brought it there."""
-        apart = any(node.address != self._cluster.home.health_port.ip for node in nodes) or resources.min_ranks
+        apart = any(node.address != self._cluster.machine.health_port.ip for node in nodes) or resources.min_ranks
         if self._cluster.is_ours or not apart or has_working_dir():
             return None
         package = await asyncio.to_thread(packaged, self._code, dict(sys.modules))

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from meshrl.engines.ray.refs import Flow
+from meshrl.engines.ray.refs import ValueStream
 from meshrl.mesh import Bytes, address_of
 
 IN_FLIGHT: Final = 2
 """Number of a value's pieces in flight at once."""
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """The address at which both processes meet."""
 
     name: str
@@ -48,13 +48,13 @@ class Link:
     If one of the two dies, or an operation exceeds the patience, all transfers fail. A failed link stays unusable.
     """
 
-    def __init__(self, ip: str, patience: float, meeting: Meeting | None = None) -> None:
-        """`ip`: of this machine. `patience`: in seconds. `meeting`: where the second waits, if this is the first."""
+    def __init__(self, ip: str, patience: float, rendezvous: Rendezvous | None = None) -> None:
+        """`ip`: of this machine. `patience`: in seconds. `rendezvous`: where the second waits, if this is the first."""
         self._patience = timedelta(seconds=patience)
-        self._rank = int(meeting is None)
-        _, at, port = meeting or Meeting("", ip, 0)
-        self._store = TCPStore(at, port, is_master=meeting is None, timeout=self._patience, wait_for_workers=False)
-        self.meeting: Final = meeting or Meeting(token_hex(8), ip, self._store.port)
+        self._rank = int(rendezvous is None)
+        _, at, port = rendezvous or Rendezvous("", ip, 0)
+        self._store = TCPStore(at, port, is_master=rendezvous is None, timeout=self._patience, wait_for_workers=False)
+        self.rendezvous: Final = rendezvous or Rendezvous(token_hex(8), ip, self._store.port)
         self.numbers: Final = count()
         """Numbers for the values that the second process requests."""
         self.failed: str = ""
@@ -64,7 +64,7 @@ class Link:
         self._group: _Group | None = None
         self._making = threading.Lock()
 
-    def send(self, flow: Flow, number: int) -> None:
+    def send(self, flow: ValueStream, number: int) -> None:
         """Send a value, each piece as soon as it is here. Blocks. RuntimeError if that fails."""
         under_way: deque[dist.Work] = deque()
         try:
@@ -79,7 +79,7 @@ class Link:
             self._fail(error)
             raise
 
-    def receive(self, flow: Flow, number: int) -> None:
+    def receive(self, flow: ValueStream, number: int) -> None:
         """Receive the pieces of a value. Blocks. RuntimeError if the link or the flow fails."""
         under_way: deque[dist.Work] = deque()
         try:

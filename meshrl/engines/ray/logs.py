@@ -32,10 +32,10 @@ _LAST: Final = 3.0
 
 def read_on(files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
     """Read these files of this machine, each from an offset. Returns the new bytes and the next offset."""
-    return [_read_on(Path(file), since) for file, since in files]
+    return [_read_new(Path(file), since) for file, since in files]
 
 
-def _read_on(file: Path, since: int) -> tuple[bytes, int]:
+def _read_new(file: Path, since: int) -> tuple[bytes, int]:
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)

@@ -19,17 +19,9 @@ from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import ObjectLostError, RayError
 
 from meshrl import log
-from meshrl.engines.ray.cluster import Home
+from meshrl.engines.ray.cluster import Machine
 from meshrl.engines.ray.code import Method
-from meshrl.engines.remote import (
-    PROBES,
-    Pickler,
-    PoolRef,
-    ProcessExited,
-    Reply,
-    monitor_of,
-    register_pickler,
-)
+from meshrl.engines.remote import PROBES, Pickler, PoolRef, ProcessExited, Reply, monitor_of, register_pickler
 from meshrl.errors import DataLost, MeshStopped
 from meshrl.mesh import Bytes, ForAll, NotHere, Ref, is_in_transit, seal_arrays
 from meshrl.user_code import pickle_scripts_by_value
@@ -43,21 +35,21 @@ class Handle(Protocol):
     answers: Method
 
 
-class Stop(NamedTuple):
+class Forwarder(NamedTuple):
     """A rank on the route of a value."""
 
     handle: Handle
-    home: Home
+    machine: Machine
 
 
-Route: TypeAlias = Sequence[Stop]
+Route: TypeAlias = Sequence[Forwarder]
 """One rank on each machine, from the machine that holds a value to the one that needs it. Empty: Ray brings it."""
 
-near: Final[list[Stop]] = []
+local_forwarders: Final[list[Forwarder]] = []
 """Ranks of this machine that forward its values. If this process is one, it comes first."""
 
 
-class Parcel(NamedTuple):
+class PackedValue(NamedTuple):
     """A value in transit."""
 
     head: bytes
@@ -69,7 +61,7 @@ _under_way = threading.local()
 
 
 @contextmanager
-def _carrying(refs: "list[ObjectRef[object]]", to: Stop | None = None) -> Generator[None]:
+def _carrying(refs: "list[ObjectRef[object]]", to: Forwarder | None = None) -> Generator[None]:
     outer = carried(), addressee()
     _under_way.refs, _under_way.to = refs, to
     try:
@@ -84,13 +76,13 @@ def carried() -> "list[ObjectRef[object]] | None":
     return refs
 
 
-def addressee() -> Stop | None:
+def addressee() -> Forwarder | None:
     """Return the rank that gets the parcel that is being packed, if it is on another machine."""
-    to: Stop | None = getattr(_under_way, "to", None)
+    to: Forwarder | None = getattr(_under_way, "to", None)
     return to
 
 
-def pack(value: object, to: Stop | None = None) -> Parcel | None:
+def pack(value: object, to: Forwarder | None = None) -> PackedValue | None:
     """Pack a value for a rank. None stays None."""
     if value is None:
         return None
@@ -98,10 +90,10 @@ def pack(value: object, to: Stop | None = None) -> Parcel | None:
     file, buffers, refs = io.BytesIO(), list[pickle.PickleBuffer](), list["ObjectRef[object]"]()
     with _carrying(refs, to):
         Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Parcel(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
+    return PackedValue(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
 
 
-def unpack(parcel: Parcel | None) -> object:
+def unpack(parcel: PackedValue | None) -> object:
     """Unpack the value, with read-only arrays."""
     if parcel is None:
         return None
@@ -121,47 +113,47 @@ T = TypeVar("T")
 register_pickler(register_pickle_by_value, ObjectRef)
 
 
-async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
+async def unless_lost(machine: Machine | None, coming: Awaitable[T]) -> T:
     """Await something from a machine. Raises `ProcessExited` if the machine is given up first."""
     waits = asyncio.ensure_future(coming)
-    waiting = _Waiting()
-    waits.add_done_callback(lambda _: waiting.reply.arrive(None))
-    if home is not None:
-        monitor_of(home.health_port).watch(waiting.reply, waiting)
+    transfer = _Transfer()
+    waits.add_done_callback(lambda _: transfer.reply.arrive(None))
+    if machine is not None:
+        monitor_of(machine.health_port).watch(transfer.reply, transfer)
     try:
-        await waiting.reply
+        await transfer.reply
         return await waits
     finally:
         waits.cancel()
 
 
-async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
+async def unless_silent(forwarder: Forwarder, coming: Awaitable[T]) -> T:
     """Await something from a rank. Raises `ProcessExited` if its machine is given up, or it is silent that long."""
-    patience = stop.home.health_port.patience
-    waits, silent = asyncio.ensure_future(unless_lost(stop.home, coming)), 0
-    answer = _answer(stop)
+    patience = forwarder.machine.health_port.patience
+    waits, silent = asyncio.ensure_future(unless_lost(forwarder.machine, coming)), 0
+    answer = _answer(forwarder)
     try:
         while not (await asyncio.wait([waits], timeout=patience / PROBES))[0]:
             silent = 0 if answer.done() else silent + 1
             if silent == PROBES:
                 raise ProcessExited(
-                    f"a rank on {stop.home} has not answered for {patience:g} s, which is run.patience: its process is "
-                    "stopped, or lets none of its threads run"
+                    f"a rank on {forwarder.machine} has not answered for {patience:g} s, which is run.patience: its "
+                    "process is stopped, or lets none of its threads run"
                 )
-            answer = _answer(stop) if answer.done() else answer
+            answer = _answer(forwarder) if answer.done() else answer
         return await waits
     finally:
         waits.cancel()
         answer.cancel()
 
 
-def _answer(stop: Stop) -> asyncio.Future[object]:
-    answer = asyncio.ensure_future(stop.handle.answers.remote())
+def _answer(forwarder: Forwarder) -> asyncio.Future[object]:
+    answer = asyncio.ensure_future(forwarder.handle.answers.remote())
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # its death fails what is awaited
     return answer
 
 
-class _Waiting:
+class _Transfer:
     """A task that waits for a value from another machine."""
 
     def __init__(self) -> None:
@@ -177,7 +169,7 @@ def available() -> bool:
     return find_spec("torch") is not None
 
 
-class Flow:
+class ValueStream:
     """The bytes of a value, which are here or arrive."""
 
     def __init__(self, head: bytes, buffers: Sequence[Bytes], *, here: bool) -> None:
@@ -238,23 +230,23 @@ class HostRef(PoolRef):
 class RayRef(Ref):
     """A value in Ray's object store. Each process has one such object for it."""
 
-    __slots__ = ("__weakref__", "_lost", "_near", "_route", "_stops", "home", "ref", "transport")
+    __slots__ = ("__weakref__", "_forwarders", "_lost", "_near", "_route", "machine", "ref", "transport")
 
-    here: ClassVar[Home | None] = None
+    here: ClassVar[Machine | None] = None
     """The place of this process, if it is a rank."""
 
-    def __init__(self, ref: "ObjectRef[object]", home: Home | None = None, route: Route = ()) -> None:
+    def __init__(self, ref: "ObjectRef[object]", machine: Machine | None = None, route: Route = ()) -> None:
         """`route`: its way to this machine. If that does not end at one of its ranks, Ray brings the value."""
         self.ref: ObjectRef[object] = ref
         self.transport: str = "the object store"
-        self.home: Home | None = home
+        self.machine: Machine | None = machine
         """The process that keeps it, without which nobody can fetch it."""
         self._lost = ""
         """Why nobody waits for it any more."""
         self._near: HostRef | None = None
         """Its copy in this machine's shared memory, after it was sent to a process here or came by its route."""
         self._route = route
-        self._stops = {stop.home.boot: stop for stop in route}
+        self._forwarders = {forwarder.machine.boot: forwarder for forwarder in route}
         """The machines on its way, in order, and the first rank on each that received it."""
         _known[ref.binary()] = self
 
@@ -265,7 +257,7 @@ class RayRef(Ref):
         parcel = pack(value)
         ref: ObjectRef[object] = ray.put(parcel)
         large = parcel and not parcel.refs and sum(each.nbytes for each in parcel.buffers) >= LARGE
-        return cls(ref, cls.here, near[:1] if large and isinstance(value, ForAll) else ())
+        return cls(ref, cls.here, local_forwarders[:1] if large and isinstance(value, ForAll) else ())
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
@@ -279,7 +271,7 @@ class RayRef(Ref):
             await asyncio.gather(*(each.come() for each in elsewhere))
         mapped = {each: each.ref for each in wanted if not each.is_near}
         try:  # mapping what is on this machine at once is faster than awaiting each
-            parcels = dict(zip(mapped, cast("list[Parcel]", ray.get(list(mapped.values()))), strict=True))
+            parcels = dict(zip(mapped, cast("list[PackedValue]", ray.get(list(mapped.values()))), strict=True))
             return [unpack(parcels[each]) if each in parcels else each.mapped() for each in wanted]
         except ObjectLostError:
             return [each.mapped() for each in wanted]  # one of these reports where it was
@@ -292,14 +284,14 @@ class RayRef(Ref):
     @property
     def is_far(self) -> bool:
         """True if it is only on other machines, as far as is known."""
-        return not self.is_near and bool(self._route) and not self._route[0].home.is_here
+        return not self.is_near and bool(self._route) and not self._route[0].machine.is_here
 
     async def come(self) -> None:
         """Wait until it is on this machine. Raises `DataLost` if it is lost, or its host or rank is silent."""
-        if self._route and self._route[-1].home.is_here and available():
+        if self._route and self._route[-1].machine.is_here and available():
             try:
-                stop = self._route[-1]
-                pickled = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
+                forwarder = self._route[-1]
+                pickled = await unless_silent(forwarder, forwarder.handle.host_copy.remote([self.ref], self._route))
                 copy = cast("HostRef", pickle.loads(cast("bytes", pickled)))  # noqa: S301 -- of this run's own ranks
                 copy.value()  # raises if it is lost
                 self._near, self.transport = copy, "collectives"
@@ -307,10 +299,10 @@ class RayRef(Ref):
             except (RayError, DataLost, ProcessExited) as error:
                 log.warning("a value is sent by Ray's store instead of a collective", error=str(error))
         self._route = ()
-        first = next(iter(self._stops.values()), None)
+        first = next(iter(self._forwarders.values()), None)
         try:
             if not self._lost:
-                await (unless_silent(first, self.ref) if first else unless_lost(self.home, self.ref))
+                await (unless_silent(first, self.ref) if first else unless_lost(self.machine, self.ref))
         except ProcessExited as exited:
             self._lost = str(exited)
         except ObjectLostError:  # reported where it is mapped
@@ -323,27 +315,27 @@ class RayRef(Ref):
         if self._near is not None:
             return self._near.value()
         try:
-            return unpack(cast("Parcel", ray.get(self.ref)))
+            return unpack(cast("PackedValue", ray.get(self.ref)))
         except ObjectLostError as error:
             reason = f"the rank has died or was stopped ({type(error).__name__})"
             raise DataLost(self._where, reason) from None
 
     def goes_by(self, route: Route) -> None:
         """Set its way to this machine, unless that is known."""
-        if not self._stops:
+        if not self._forwarders:
             self._route = route
-            self._stops = {stop.home.boot: stop for stop in route}
+            self._forwarders = {forwarder.machine.boot: forwarder for forwarder in route}
 
-    def route_to(self, to: Stop | None) -> Route:
+    def route_to(self, to: Forwarder | None) -> Route:
         """Return its way to a rank. If that is unknown, return where it starts."""
-        if not self._stops or to is None:
-            return tuple(self._stops.values())[:1]
-        self._stops.setdefault(to.home.boot, to)
-        return tuple(self._stops.values())[: list(self._stops).index(to.home.boot) + 1]
+        if not self._forwarders or to is None:
+            return tuple(self._forwarders.values())[:1]
+        self._forwarders.setdefault(to.machine.boot, to)
+        return tuple(self._forwarders.values())[: list(self._forwarders).index(to.machine.boot) + 1]
 
     @property
     def _where(self) -> str:
-        return str(self.home) if self.home else "a rank of another machine"
+        return str(self.machine) if self.machine else "a rank of another machine"
 
     def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
         if (refs := carried()) is not None:
@@ -354,7 +346,7 @@ class RayRef(Ref):
                     raise NotHere(self)
                 self._near = HostRef.put(self.mapped())
             return self._near.reduced()
-        return _received, (self.ref, self.home)
+        return _received, (self.ref, self.machine)
 
 
 def _check_open() -> None:
@@ -365,16 +357,16 @@ def _check_open() -> None:
 _known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()
 
 
-def _received(ref: "ObjectRef[object]", home: Home | None) -> RayRef:
-    return _known.get(ref.binary()) or RayRef(ref, home)
+def _received(ref: "ObjectRef[object]", machine: Machine | None) -> RayRef:
+    return _known.get(ref.binary()) or RayRef(ref, machine)
 
 
 def _numbered(refs: "list[ObjectRef[object]]", far: RayRef) -> tuple[Callable[..., Ref], tuple[object, ...]]:
     refs.append(far.ref)
-    return _unpacked, (len(refs) - 1, far.home, far.route_to(addressee()))
+    return _unpacked, (len(refs) - 1, far.machine, far.route_to(addressee()))
 
 
-def _unpacked(number: int, home: Home | None, route: Route) -> RayRef:
-    ref = _received((carried() or ())[number], home)
+def _unpacked(number: int, machine: Machine | None, route: Route) -> RayRef:
+    ref = _received((carried() or ())[number], machine)
     ref.goes_by(route)
     return ref

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import ref
 
 from meshrl import log
-from meshrl.engines.ray.cluster import Home
-from meshrl.engines.ray.refs import Flow, Handle, Parcel, Route, available, pack, unless_silent, unpack
+from meshrl.engines.ray.cluster import Machine
+from meshrl.engines.ray.refs import Handle, PackedValue, Route, ValueStream, available, pack, unless_silent, unpack
 from meshrl.engines.remote import PoolRef
 from meshrl.errors import DataError
 from meshrl.mesh import Bytes, Segment, in_transit, pool
@@ -25,7 +25,7 @@ from meshrl.mesh import Bytes, Segment, in_transit, pool
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from meshrl.engines.ray.link import Link, Meeting
+    from meshrl.engines.ray.link import Link, Rendezvous
 
 
 RELAY: Final = "relay"
@@ -46,7 +46,7 @@ Key: TypeAlias = "list[ObjectRef[object]]"
 class LinkSlot(NamedTuple):
     """The link that carries a value."""
 
-    meeting: "Meeting"
+    rendezvous: "Rendezvous"
     number: int
     """The number of the value on the link."""
 
@@ -86,16 +86,18 @@ class Relay:
         flow = await self._flow(key, route)
         if flow is None:
             return None
-        link = await _linked(self._from, slot.meeting.name, partial(_link, route[-1].home, slot.meeting), 2 * _IDLE)
+        link = await _linked(
+            self._from, slot.rendezvous.name, partial(_link, route[-1].machine, slot.rendezvous), 2 * _IDLE
+        )
         _in_thread(link.send, flow, slot.number)
         return flow.head, flow.sizes
 
-    async def _flow(self, key: Key, route: Route) -> Flow | None:
-        if route[0].home.is_here:
-            return _flowing(cast("Parcel", await key[0]))
+    async def _flow(self, key: Key, route: Route) -> ValueStream | None:
+        if route[0].machine.is_here:
+            return _flowing(cast("PackedValue", await key[0]))
         if key[0].binary() in self._copies and key[0].binary() not in self._flows:
             copy = self._copy(key)
-            return _flowing(cast("Parcel", pack(copy.value()))) if copy else None
+            return _flowing(cast("PackedValue", pack(copy.value()))) if copy else None
         return (await self._arrival(key, route)).flow
 
     def _copy(self, key: Key) -> PoolRef | None:
@@ -124,19 +126,19 @@ class Relay:
 
     async def _begin(self, key: Key, route: Route) -> "_Arrival":
         """Ask the previous machine for a value. If it is no longer there, ask the machine that made it."""
-        own = route[-1].home
+        own = route[-1].machine
         if len(route) == 1:
             raise DataError("a value that was made on this machine is no longer here")
         for before in (route[:-1], route[:1]):
-            stop = before[-1]
-            link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
-            slot = LinkSlot(link.meeting, next(link.numbers))
-            answer = await unless_silent(stop, stop.handle.hand_on.remote(key, before, slot))
+            forwarder = before[-1]
+            link = await _linked(self._into, forwarder.handle, partial(_link, own), _IDLE)
+            slot = LinkSlot(link.rendezvous, next(link.numbers))
+            answer = await unless_silent(forwarder, forwarder.handle.hand_on.remote(key, before, slot))
             if answer is not None:
                 arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", answer))
                 _in_thread(link.receive, arrival.flow, slot.number)
                 return arrival
-        raise DataError(f"{stop.home} cannot forward it by a collective: torch is not installed there")
+        raise DataError(f"{forwarder.machine} cannot forward it by a collective: torch is not installed there")
 
 
 class _Arrival:
@@ -149,12 +151,12 @@ class _Arrival:
             raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
         self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._segment: Segment = writing.done()
-        self.flow: Final = Flow(head, [writing.memory[start:stop] for start, stop in self._spans], here=False)
+        self.flow: Final = ValueStream(head, [writing.memory[start:stop] for start, stop in self._spans], here=False)
 
     def value(self) -> object:
         """Return the value, once it is complete."""
         memory: Bytes = self._segment.memory
-        return unpack(Parcel(self.flow.head, [memory[start:stop] for start, stop in self._spans], []))
+        return unpack(PackedValue(self.flow.head, [memory[start:stop] for start, stop in self._spans], []))
 
 
 async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]", idle: float) -> "Link":
@@ -175,17 +177,17 @@ def _is_over(made: "asyncio.Task[Link]", idle: float) -> bool:
     return bool(made.result().failed) or time.monotonic() - made.result().used > idle
 
 
-def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":
+def _link(own: Machine, rendezvous: "Rendezvous | None" = None) -> "Link":
     from meshrl.engines.ray.link import Link  # noqa: PLC0415 -- it loads torch, which takes seconds
 
-    return Link(own.health_port.ip, own.health_port.patience, meeting)
+    return Link(own.health_port.ip, own.health_port.patience, rendezvous)
 
 
-def _flowing(parcel: Parcel) -> Flow:
-    return Flow(parcel.head, parcel.buffers, here=True)
+def _flowing(parcel: PackedValue) -> ValueStream:
+    return ValueStream(parcel.head, parcel.buffers, here=True)
 
 
-def _in_thread(carry: Callable[[Flow, int], None], flow: Flow, number: int) -> None:
+def _in_thread(carry: Callable[[ValueStream, int], None], flow: ValueStream, number: int) -> None:
     """Run in a new thread: it mostly waits, and others may wait for it."""
 
     def run() -> None:

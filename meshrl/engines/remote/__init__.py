@@ -7,73 +7,44 @@ On one machine, a `Server` answers for the `Host` on a socket that only its user
 and `PoolRef.put` writes large values once into shared memory, which readers map.
 """
 
-from meshrl.engines.remote.caller import Process, clock_ahead
-from meshrl.engines.remote.engine import ProcessSlot, RemoteEngine, Reservation, environments
-from meshrl.engines.remote.host import Host, work_as
-from meshrl.engines.remote.host_monitor import PROBES, HostMonitor, is_reachable, monitor_of
-from meshrl.engines.remote.logs import LogFolder, RankLog
+from meshrl.engines.remote.caller import Process as Process, clock_ahead as clock_ahead
+from meshrl.engines.remote.engine import (
+    ProcessSlot as ProcessSlot,
+    RemoteEngine as RemoteEngine,
+    Reservation as Reservation,
+    environments as environments,
+)
+from meshrl.engines.remote.host import Host as Host, work_as as work_as
+from meshrl.engines.remote.host_monitor import (
+    PROBES as PROBES,
+    HostMonitor as HostMonitor,
+    is_reachable as is_reachable,
+    monitor_of as monitor_of,
+)
+from meshrl.engines.remote.logs import LogFolder as LogFolder, RankLog as RankLog
 from meshrl.engines.remote.messages import (
-    NO_ARGUMENTS,
-    Arguments,
-    Call,
-    Channel,
-    HealthPort,
-    MessageLost,
-    Pickler,
-    Place,
-    ProcessExited,
-    Reply,
-    Service,
-    Stopped,
-    register_pickler,
+    NO_ARGUMENTS as NO_ARGUMENTS,
+    Arguments as Arguments,
+    Call as Call,
+    Channel as Channel,
+    HealthPort as HealthPort,
+    MessageLost as MessageLost,
+    Pickler as Pickler,
+    Place as Place,
+    ProcessExited as ProcessExited,
+    Reply as Reply,
+    Service as Service,
+    Stopped as Stopped,
+    register_pickler as register_pickler,
 )
-from meshrl.engines.remote.pool_ref import PoolRef
+from meshrl.engines.remote.pool_ref import PoolRef as PoolRef
 from meshrl.engines.remote.sockets import (
-    TOKEN_BYTES,
-    Address,
-    Connection,
-    Server,
-    SocketChannel,
-    listen,
-    remove_folder,
-    socket_folder,
+    TOKEN_BYTES as TOKEN_BYTES,
+    Address as Address,
+    Connection as Connection,
+    Server as Server,
+    SocketChannel as SocketChannel,
+    listen as listen,
+    remove_folder as remove_folder,
+    socket_folder as socket_folder,
 )
-
-__all__ = [
-    "NO_ARGUMENTS",
-    "PROBES",
-    "TOKEN_BYTES",
-    "Address",
-    "Arguments",
-    "Call",
-    "Channel",
-    "Connection",
-    "HealthPort",
-    "Host",
-    "HostMonitor",
-    "LogFolder",
-    "MessageLost",
-    "Pickler",
-    "Place",
-    "PoolRef",
-    "Process",
-    "ProcessExited",
-    "ProcessSlot",
-    "RankLog",
-    "RemoteEngine",
-    "Reply",
-    "Reservation",
-    "Server",
-    "Service",
-    "SocketChannel",
-    "Stopped",
-    "clock_ahead",
-    "environments",
-    "is_reachable",
-    "listen",
-    "monitor_of",
-    "register_pickler",
-    "remove_folder",
-    "socket_folder",
-    "work_as",
-]

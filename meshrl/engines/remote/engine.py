@@ -186,9 +186,7 @@ async def wait_for_enough(waits: Sequence[Coroutine[object, object, None]], min_
         while waiting:
             started = len(tasks) - len(waiting) - len(errors)
             done, waiting = await asyncio.wait(
-                waiting,
-                timeout=_LATECOMERS if started >= min_ranks else None,
-                return_when=asyncio.FIRST_COMPLETED,
+                waiting, timeout=_LATECOMERS if started >= min_ranks else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 return

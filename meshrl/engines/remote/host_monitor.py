@@ -38,7 +38,7 @@ class HostMonitor:
         self._waiting: set[Reply] = set()
         self._watched: WeakSet[Watched] = WeakSet()
         self._watching: asyncio.Task[None] | None = None
-        self._heard = False
+        self._answer_came = False
 
     def watch(self, reply: Reply, source: Watched) -> None:
         """Watch the host until the reply has arrived. `source`: what the reply comes from."""
@@ -52,7 +52,7 @@ class HostMonitor:
 
     def _answered(self, reply: Reply) -> None:
         self._waiting.discard(reply)
-        self._heard = True
+        self._answer_came = True
 
     async def _watch(self) -> None:
         probes: set[asyncio.Task[None]] = set()
@@ -61,8 +61,8 @@ class HostMonitor:
             while self._waiting and silent < self._port.patience:
                 await asyncio.sleep(pause)
                 now = clock()
-                silent, last = 0.0 if self._heard else silent + min(now - last, 2 * pause), now
-                self._heard = False
+                silent, last = 0.0 if self._answer_came else silent + min(now - last, 2 * pause), now
+                self._answer_came = False
                 probes.add(probe := asyncio.create_task(self._ask()))
                 probe.add_done_callback(probes.discard)
         finally:
@@ -74,7 +74,7 @@ class HostMonitor:
 
     async def _ask(self) -> None:
         if await self._probe(self._port):
-            self._heard = True
+            self._answer_came = True
 
     def _give_up(self) -> None:
         reason = (

@@ -72,13 +72,13 @@ class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):
     """True if the value is a text that says why the question was lost."""
 
 
-class Taken(msgspec.Struct, array_like=True, tag="t", frozen=True):
+class Acknowledgement(msgspec.Struct, array_like=True, tag="t", frozen=True):
     """Confirms that the reader has leased the answer's shared memory."""
 
     number: int
 
 
-Frame: TypeAlias = Question | Answer | Taken
+Frame: TypeAlias = Question | Answer | Acknowledgement
 encode: Final[Callable[[object], bytes]] = msgspec.msgpack.Encoder().encode
 decode: Final[Callable[[Buffer], Frame]] = msgspec.msgpack.Decoder(Frame).decode
 
@@ -327,7 +327,7 @@ class _Client:
 
     def __init__(self, address: Address, end: "asyncio.Future[str] | None") -> None:
         self._end = end
-        self._asked = 0
+        self._questions_sent = 0
         self._waiting: dict[int, tuple[Reply, list[Segment]]] = {}
         """The replies that are awaited, and the segments of each question that are kept until then."""
         self._exit_reason = ""
@@ -356,8 +356,8 @@ class _Client:
             reply = Reply()
             reply.arrive(None, ProcessExited(self._exit_reason))
             return reply
-        number = self._asked
-        self._asked += 1
+        number = self._questions_sent
+        self._questions_sent += 1
         self._connection.send(encode(Question(number, service, call, values)))
         reply = Reply()
         self._waiting[number] = reply, segments
@@ -391,7 +391,7 @@ class _Client:
             error = MessageLost("".join(traceback.format_exception_only(failure)).strip())
         reply.arrive(value, error)
         if answer.leased and self._connection is not None:
-            self._connection.send(encode(Taken(answer.number)))
+            self._connection.send(encode(Acknowledgement(answer.number)))
 
     def _ended(self) -> None:
         """The process is gone. Tell waiting tasks how it ended, if that is known in a moment."""
@@ -488,7 +488,7 @@ class _Peer:
             self._connection.most = LONGEST
             return
         message = decode(frame)
-        if isinstance(message, Taken):
+        if isinstance(message, Acknowledgement):
             self._kept.pop(message.number, None)
         elif isinstance(message, Question):
             arguments, lost = None, None

@@ -4,21 +4,12 @@
 there, and stops it.
 """
 
-from meshrl.run.launch.kuberay import Pods, files_beside, ray_job, yaml_text
-from meshrl.run.launch.needs import Need, needs_of, nodes_for
-from meshrl.run.launch.slurm import slurm_script, submit
-from meshrl.run.launch.ssh import SSH, SshCluster
-
-__all__ = [
-    "SSH",
-    "Need",
-    "Pods",
-    "SshCluster",
-    "files_beside",
-    "needs_of",
-    "nodes_for",
-    "ray_job",
-    "slurm_script",
-    "submit",
-    "yaml_text",
-]
+from meshrl.run.launch.kuberay import (
+    Pods as Pods,
+    files_beside as files_beside,
+    ray_job as ray_job,
+    yaml_text as yaml_text,
+)
+from meshrl.run.launch.needs import Need as Need, needs_of as needs_of, nodes_for as nodes_for
+from meshrl.run.launch.slurm import slurm_script as slurm_script, submit as submit
+from meshrl.run.launch.ssh import SSH as SSH, SshCluster as SshCluster

@@ -126,13 +126,13 @@ def yaml_text(value: object, indent: str = "") -> str:
     """Write mappings, sequences, texts, numbers and booleans. A text of several lines becomes a block."""
     if isinstance(value, Mapping) and value:
         pairs = cast("Mapping[str, object]", value).items()
-        return "".join(f"{indent}{_key(key)}:{_after(each, indent)}" for key, each in pairs)
+        return "".join(f"{indent}{_key(key)}:{_yaml_value(each, indent)}" for key, each in pairs)
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
-        return "".join(f"{indent}-{_after(each, indent)}" for each in cast("Sequence[object]", value))
+        return "".join(f"{indent}-{_yaml_value(each, indent)}" for each in cast("Sequence[object]", value))
     return f"{indent}{_scalar(value)}\n"
 
 
-def _after(value: object, indent: str) -> str:
+def _yaml_value(value: object, indent: str) -> str:
     """Write a value that follows a key or a dash."""
     inner = indent + "  "
     if isinstance(value, str) and _is_block(value):

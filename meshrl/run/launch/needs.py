@@ -101,8 +101,8 @@ def enough_nodes(needs: Sequence[Need], nodes: int | None, gpus: int, cpus: int 
     """Return `nodes`, or the number needed. Raises `ConfigError` if `nodes` have no room for all meshes."""
     wanted = nodes_for(needs, gpus, cpus)
     if nodes and wanted > nodes:
-        asked = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
-        raise ConfigError(f"the meshes need {wanted} nodes of this size, but only {nodes} are asked for ({asked})")
+        requests = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
+        raise ConfigError(f"the meshes need {wanted} nodes of this size, but only {nodes} are asked for ({requests})")
     return nodes or wanted
 
 

@@ -31,9 +31,9 @@ def slurm_script(
     for line in options:
         if not line.startswith("-") or "\n" in line:
             raise ConfigError(f"{line!r} is not an option of sbatch: write it as --partition=gpu")
-    asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={name}-%j.log"]
-    asked += [f"--gpus-per-node={gpus}"] if gpus else []
-    asked += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive"]
+    directives = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={name}-%j.log"]
+    directives += [f"--gpus-per-node={gpus}"] if gpus else []
+    directives += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive"]
     has = [*([f"--num-cpus={cpus}"] if cpus else []), f"--num-gpus={gpus}"]
     values = {
         "FOLDER": shlex.quote(str(Path.cwd())),
@@ -41,7 +41,7 @@ def slurm_script(
         "RESOURCES": " ".join(has),
         "ARGUMENTS": shlex.join(arguments),
     }
-    head = "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in [*asked, *options])])
+    head = "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in [*directives, *options])])
     return f"{head}\n\n{filled('slurm.sh', values)}"
 
 

@@ -86,9 +86,11 @@ class SshCluster:
         cpus = max(machine.cpus for machine in self.machines)
         for need in needs:
             check_fits(need, most.gpus, cpus, f"the largest host ({most.host})")
-        if (asked := sum(need.gpus * need.ranks for need in needs)) > sum(each.gpus for each in self.machines):
+        if (requested := sum(need.gpus * need.ranks for need in needs)) > sum(each.gpus for each in self.machines):
             has = ", ".join(f"{each.host} has {each.gpus} GPU" for each in self.machines)
-            raise ConfigError(f"the meshes ask for {asked:g} GPU in all, and {has}: ask for less, or name more hosts")
+            raise ConfigError(
+                f"the meshes ask for {requested:g} GPU in all, and {has}: ask for less, or name more hosts"
+            )
         if len({(each.cpus, each.gpus) for each in self.machines}) == 1 and any(need.gpus for need in needs):
             enough_nodes(needs, len(self.machines), most.gpus, None)
 

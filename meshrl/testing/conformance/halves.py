@@ -8,15 +8,7 @@ from meshrl.algo import CrossEntropy, Loss, ValueLoss
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.roles import Policy, Step
-from meshrl.testing.conformance.compare import (
-    close,
-    close_metrics,
-    close_weights,
-    equal,
-    loaded,
-    refused,
-    scores,
-)
+from meshrl.testing.conformance.compare import close, close_metrics, close_weights, equal, loaded, refused, scores
 from meshrl.testing.conformance.material import LOSS, with_returns
 from meshrl.testing.conformance.subject import OPTIMIZER, Check, Trial, update_result
 from meshrl.testing.invariant_checker import require

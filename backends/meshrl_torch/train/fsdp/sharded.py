@@ -21,7 +21,7 @@ from meshrl_torch.checkpoint.boxes import Box
 from meshrl_torch.model.adapted import own_name
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.scoring import Passes, Predict, one_by_one
-from meshrl_torch.model.vision import eyes_of
+from meshrl_torch.model.vision import vision_modules
 from meshrl_torch.options import FsdpConfig
 from meshrl_torch.train.fsdp.world import TP, World
 
@@ -216,7 +216,7 @@ def _blocks(model: LanguageModel) -> list[nn.Module]:
     """
     network = model.network
     names = cast("Iterable[str]", getattr(network, "_no_split_modules", None) or ())
-    eyes = eyes_of(network).values() if model.vision is not None else ()
+    eyes = vision_modules(network).values() if model.vision is not None else ()
     apart = {each for module in eyes for each in module.modules()}
     return [each for each in network.modules() if type(each).__name__ in names and each not in apart]
 

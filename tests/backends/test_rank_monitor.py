@@ -17,12 +17,12 @@ import torch.distributed as dist
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_torch.ranks import process_group as group
-from meshrl_torch.ranks.host_monitor import HostMonitor
+from meshrl_torch.ranks.rank_monitor import RankMonitor
 from meshrl_torch.wire import nccl
 
 Losses: TypeAlias = "Queue[tuple[int, int]]"
 """The rank that hears of a loss, and the lost rank."""
-Watching: TypeAlias = Callable[..., list[HostMonitor]]
+Watching: TypeAlias = Callable[..., list[RankMonitor]]
 
 
 def _hear(losses: Losses, own: int, gone: int, silent: bool) -> None:
@@ -37,12 +37,12 @@ def losses() -> Losses:
 
 @pytest.fixture
 def watching(losses: Losses) -> Iterator[Watching]:
-    made: list[HostMonitor] = []
+    made: list[RankMonitor] = []
 
-    def make(store: Any, size: int, *ranks: int, **limits: float) -> list[HostMonitor]:
+    def make(store: Any, size: int, *ranks: int, **limits: float) -> list[RankMonitor]:
         for index in ranks:
             hear = partial(_hear, losses, index)
-            made.append(HostMonitor(store, Rank(index, size), "127.0.0.1", hear, **{"patience": 10, **limits}))
+            made.append(RankMonitor(store, Rank(index, size), "127.0.0.1", hear, **{"patience": 10, **limits}))
         return made
 
     yield make
@@ -61,7 +61,7 @@ def test_the_others_hear_of_a_killed_rank(victim: int, watching: Watching, losse
     process = os.fork()
     if not process:
         try:
-            HostMonitor(store, Rank(victim, 3), "127.0.0.1", lambda *_: None, 10)
+            RankMonitor(store, Rank(victim, 3), "127.0.0.1", lambda *_: None, 10)
             os.write(writing, b"ready")
             signal.pause()
         finally:

@@ -15,7 +15,7 @@ from meshrl_torch.model.chat import words_of
 from meshrl_torch.model.loading import config_of, quiet, vision_of, without_values
 from meshrl_torch.model.network import body_of
 from meshrl_torch.model.text import character_tokenizer
-from meshrl_torch.model.vision import Seen, Vision
+from meshrl_torch.model.vision import ImageInputs, Vision
 
 _A_TOKEN: Final = 32
 """Pixels of the side of the part of an image that becomes a token, in the models that take images of any size."""
@@ -23,7 +23,7 @@ _SMALL: Final = 64
 """Tokens of an image that is looked at with values."""
 
 
-def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
+def image_memory(config: ModelConfig, work: Workload, budget: int, during: str, *, host: bool) -> list[MemoryTerm]:
     """Return the memory that a micro-batch of `budget` tokens needs for its images. It looks at each once.
 
     Each prompt has one, as large as the prompt and the processor allow. Rows are sorted by length, so those of a
@@ -48,7 +48,7 @@ def looks(config: ModelConfig, work: Workload, budget: int, during: str, *, host
     return [MemoryTerm("images", images * size, during, text, host)]
 
 
-def _peak(network: PreTrainedModel, seen: Seen, device: str, *, trains: bool) -> int:
+def _peak(network: PreTrainedModel, seen: ImageInputs, device: str, *, trains: bool) -> int:
     """Return the most bytes that are alive while a network without values looks at an image, with its pixels."""
     if device != "meta":  # all values of a tensor are in one place
         for module in network.modules():
@@ -63,7 +63,7 @@ def _peak(network: PreTrainedModel, seen: Seen, device: str, *, trains: bool) ->
     return live.peak()
 
 
-def _largest(vision: Vision, tokens: int) -> Seen | None:
+def _largest(vision: Vision, tokens: int) -> ImageInputs | None:
     """Return a square image of at most this many tokens. None if the processor makes none so small."""
     from PIL import Image  # noqa: PLC0415 -- an extra
 

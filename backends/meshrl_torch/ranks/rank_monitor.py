@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from meshrl.mesh import Rank
 
-_KEY: Final = "host monitor"
+_KEY: Final = "rank monitor"
 _TOKEN: Final = 16
 """Bytes of the secret by which the first rank recognises the others."""
 _NUMBER: Final = struct.Struct("<I")
@@ -36,7 +36,7 @@ _LONGEST: Final = 32767.0
 """Most seconds that the system accepts."""
 
 
-class HostMonitor:
+class RankMonitor:
     """Watches the other ranks of a process group from one of them.
 
     Calls `lost` once, in a thread, with the number of the lost rank, and whether its host is silent. If not, its
@@ -73,7 +73,7 @@ class HostMonitor:
             self._own.settimeout(None)
             self._own.sendall(bytes.fromhex(secret) + _NUMBER.pack(rank.index))
             self._thread = threading.Thread(target=self._watch_first, daemon=True)
-        self._thread.name = "meshrl-host-monitor"
+        self._thread.name = "meshrl-rank-monitor"
         self._thread.start()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from meshrl import log
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, ModelError
 from meshrl.roles import RoleConfig, Sampling, options_of
 from meshrl_http.client import Client, NoAnswerError
-from meshrl_http.dialects import DIALECTS, Ask, Dialect
+from meshrl_http.dialects import DIALECTS, Dialect, DrawRequest
 from meshrl_http.options import HttpConfig
 from meshrl_inference.options import check_temperature
 
@@ -26,7 +26,7 @@ _APART: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class ServerInfo:
     """A server's properties."""
 
     dialect: Dialect
@@ -68,22 +68,22 @@ class Found:
                 "vLLM with --logprobs-mode processed_logprobs, or give temperature = 1"
             )
         restrictions = [("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)]
-        asked = [f"{key} = {value:g}" for key, value, off in restrictions if value != off]
-        if asked and not self.whole:
+        restricted = [f"{key} = {value:g}" for key, value, off in restrictions if value != off]
+        if restricted and not self.whole:
             raise DataError(
-                f"{url} returns log-probs of the tokens that {' and '.join(asked)} leave, but a trainer's are of the "
-                "whole distribution: remove these keys, or start vLLM with --logprobs-mode raw_logprobs and give "
+                f"{url} returns log-probs of the tokens that {' and '.join(restricted)} leave, but a trainer's are of "
+                "the whole distribution: remove these keys, or start vLLM with --logprobs-mode raw_logprobs and give "
                 "temperature = 1"
             )
-        if len(asked) > 1 and not self.dialect.restricts_twice:
+        if len(restricted) > 1 and not self.dialect.restricts_twice:
             raise DataError(
                 f"{self.dialect.title} applies top_p to the whole distribution, not to the tokens that top_k leaves: "
-                f"give one of {' and '.join(asked)}"
+                f"give one of {' and '.join(restricted)}"
             )
 
 
-async def find(client: Client, asked: str | None) -> Found:
-    """Query a server. `asked`: the name of the model to look for, if any.
+async def find(client: Client, wanted: str | None) -> ServerInfo:
+    """Query a server. `wanted`: the name of the model to look for, if any.
 
     NoAnswerError if it does not answer, ModelError if it cannot be used.
     """
@@ -92,13 +92,13 @@ async def find(client: Client, asked: str | None) -> Found:
     named = [str(card["id"]) for card in cards]
     # SGLang names its model after its last loaded folder, and samples for any name.
     renamed = any(card.get("owned_by") == "sglang" for card in cards)
-    if asked is not None and asked not in named and not renamed:
-        raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {asked!r}")
-    if asked is None and len(names) != 1:
+    if wanted is not None and wanted not in named and not renamed:
+        raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {wanted!r}")
+    if wanted is None and len(names) != 1:
         raise ModelError(
             f"{client.url} serves {', '.join(map(repr, names)) or 'no model'}: name one: sampler.http.model"
         )
-    model = asked if asked in named else names[0]
+    model = wanted if wanted in named else names[0]
     card = next(card for card in cards if card["id"] == model)
     dialect = DIALECTS.get(str(card.get("owned_by")))
     if dialect is None:
@@ -106,8 +106,8 @@ async def find(client: Client, asked: str | None) -> Found:
             f"{client.url} says that {card.get('owned_by')!r} owns its model: it is neither a vLLM nor an SGLang "
             "server, and other servers do not return the token ids and log-probs that training needs"
         )
-    tempered, whole = await _told(client, dialect, model)
-    return Found(
+    tempered, whole = await _probe_logprobs(client, dialect, model)
+    return ServerInfo(
         dialect,
         await dialect.version(client),
         model,
@@ -119,7 +119,7 @@ async def find(client: Client, asked: str | None) -> Found:
     )
 
 
-async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
+async def _probe_logprobs(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
     """Measure if log-probs are at the temperature, and of the whole distribution. True only if samples show it.
 
     Sampled tokens are read again, which gives their log-probs at temperature 1. The median of several prompts decides,
@@ -130,8 +130,8 @@ async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, boo
     async def apart(number: int, temperature: float, top_k: int) -> tuple[float, float]:
         prompt: list[int] = numbers[number].tolist()
         name = f"meshrl-{np.random.default_rng().integers(1 << 62)}"
-        ask = Ask(name, prompt, 1, temperature=temperature, top_k=top_k, seed=number, salt=name)
-        piece = await dialect.draw(client, model, ask)
+        request = DrawRequest(name, prompt, 1, temperature=temperature, top_k=top_k, seed=number, salt=name)
+        piece = await dialect.draw(client, model, request)
         read = (await dialect.read(client, model, [*prompt, *piece.tokens[:1]], name))[-1]
         return abs(piece.logprobs[0] - read), -read
 
@@ -168,8 +168,8 @@ def no_weights(url: str) -> str:
     )
 
 
-def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
-    async def one(url: str) -> Found:
+def _find_all(options: HttpConfig, key: str | None) -> Sequence[ServerInfo]:
+    async def one(url: str) -> ServerInfo:
         async with aclosing(Client(url, key, 2 * _TRIED)) as client:
             try:
                 return await find(client, options.model)
@@ -180,7 +180,7 @@ def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
             except MeshrlError as error:
                 raise BackendError(str(error)) from None
 
-    async def every() -> Sequence[Found]:
+    async def every() -> Sequence[ServerInfo]:
         return await asyncio.gather(*map(one, options.urls))
 
     return asyncio.run(every())

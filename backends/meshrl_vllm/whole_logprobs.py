@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 
-def tell_whole(sampler: Any) -> None:
+def return_whole_logprobs(sampler: Any) -> None:
     """Make the sampler of a vLLM worker return log-probs at the temperature, before `top_k` and `top_p`.
 
     It must use the mode "processed_logprobs". Samples stay the same. vLLM has two samplers, for its first and its

@@ -22,7 +22,7 @@ _COUNTS: Final = ("num_patches", "image_num_patches")
 """vLLM's names for the number of images that a processor cuts one image into."""
 
 
-class Eyes:
+class ImageFeatures:
     """What vLLM reads in place of images."""
 
     def __init__(self, engine: Any, token: int) -> None:

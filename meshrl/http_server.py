@@ -1,0 +1,29 @@
+"""What servers of HTTP in this process have in common: the page of a run, the gateway, and the Tinker API."""
+
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+
+from meshrl.errors import ConfigError
+
+
+class HttpServer(uvicorn.Server):
+    """A server that leaves signals to the command or the script."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Do nothing."""
+        yield
+
+
+def listen(host: str, port: int, remedy: str = "take another port") -> socket.socket:
+    """Return a socket that listens. ConfigError if the address is not available, with the `remedy`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"port {port} of {host}: {error.strerror}: {remedy}") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio leaves out for such a socket
+    return listening
