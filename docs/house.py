@@ -5,6 +5,7 @@ python docs/house.py
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,9 +27,15 @@ ROOMS = (
 """The rooms by level: each imports from levels below it alone."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a module."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def docstring(path: Path) -> str:
     """What a module says of itself."""
-    return ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return ast.get_docstring(parsed(path)) or ""
 
 
 def first_line(path: Path) -> str:
@@ -58,7 +65,7 @@ def imported() -> dict[str, set[str]]:
     """By room, the rooms that its modules import from."""
     found: dict[str, set[str]] = {}
     for room in rooms():
-        trees = [ast.parse(path.read_text("utf-8")) for path in sorted((HOUSE / room).rglob("*.py"))]
+        trees = [parsed(path) for path in sorted((HOUSE / room).rglob("*.py"))]
         names = [node.module or "" for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         others = {name.split(".")[1] for name in names if name.startswith("meshrl.")}
         found[room] = {other for other in others if other in rooms() and other != room}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.xdist_group("architecture")  # which reads each file once
 
 BASE = ("errors", "config", "events", "http_server", "hub", "log", "supervisor", "tags", "user_code")
 """What every room may use, of which each may use the others."""
@@ -82,7 +83,7 @@ def read(path: Path) -> Source:
     tree = ast.parse(text)
     nodes = [*ast.walk(tree)]
     docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    typed = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    typed = [node for node in nodes if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
     unloaded = {inner for guard in typed for statement in guard.body for inner in ast.walk(statement)}
     found = Source(len(text.splitlines()), [], [], [], set())
     for node in nodes:

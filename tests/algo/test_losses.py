@@ -180,24 +180,6 @@ def test_a_wrong_option_is_refused_in_words() -> None:
 MASK = Ragged.of([[False, True, True, True], [False, False], [False, True]], np.bool_)
 
 
-def test_token_weights_by_hand_whose_rows_are_a_part_of_a_batch() -> None:
-    learned = np.array([0, 1, 1, 1, 0, 0, 0, 1])
-    by_hand: dict[algo.Normalise, Any] = {
-        "token-mean": learned / 8,
-        "sequence-mean": np.array([0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 1]) / 4,
-        "sequence-sum": learned / 4,
-        "constant": learned / 40,
-        "sum": learned,
-    }
-    for normalise, expected in by_hand.items():
-        found = algo.token_weights(MASK, normalise, tokens=8, rows=4, constant=10 if normalise == "constant" else None)
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected, err_msg=normalise)
-    nothing = Ragged.of([[False, False], []], np.bool_)
-    assert algo.token_weights(nothing, "sequence-mean", tokens=5, rows=2).tolist() == [0.0, 0.0]
-    assert algo.token_weights(nothing, "token-mean", tokens=0, rows=0).tolist() == [0.0, 0.0]
-
-
 def test_token_weights_refuse_totals_that_miss_rows_and_a_missing_constant() -> None:
     for tokens, rows in ((4, 1), (3, 2)):
         told = f"4 learned tokens in 2 rows, more than the {tokens} tokens and {rows} rows"

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -164,6 +164,7 @@ def tilings(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[list[Box]], list[B
     return tensors, files, wanted
 
 
+@settings(max_examples=50)
 @given(st.data(), tilings())
 def test_what_one_tiling_writes_another_reads_and_verifies_block_by_block(
     data: st.DataObject, drawn: tuple[dict[str, Tensor], list[list[Box]], list[Box]]

@@ -95,7 +95,10 @@ async def keep(policy: rl.Policy, plain: rl.Policy, folder: str, saved: Path) ->
     await check(policy, str(saved), rollouts(3))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.wide] * (kind in (*FEW, "deepseek_v2, greedy"))) for kind in FAMILIES],
+)
 async def test_one_rank(model_of: ModelOf, tmp_path: Path, kind: str) -> None:
     folder = written(model_of(FAMILIES[kind][0], noise=0.02))
     config = rl.PolicyConfig.model_validate({"model": folder, "optimizer": material.SGD, "micro_batch_tokens": 32})

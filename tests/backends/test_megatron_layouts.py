@@ -42,12 +42,11 @@ MODELS: Mapping[str, PretrainedConfig] = {
 }
 LAYOUTS: Mapping[str, Sequence[tuple[Mapping[str, int], Mapping[str, object]]]] = {
     "llama": [
-        ({"dp": 2, "tp": 2}, {}), ({"dp": 1, "pp": 2, "tp": 2}, {}), ({}, {}),
-        ({"dp": 2, "pp": 2}, {"megatron": {"virtual_stages": 2}, "activation_checkpointing": True}),
+        ({"dp": 2, "tp": 2}, {}), ({"dp": 1, "pp": 2, "tp": 2}, {}), ({}, {}), ({"dp": 1, "pp": 4}, {}),
     ],
     "qwen3": [
         ({"dp": 1, "pp": 2, "cp": 2}, {}), ({"dp": 2, "tp": 2}, {"megatron": {"sequence_parallel": False}}), ({}, {}),
-        ({"dp": 1, "pp": 4}, {}),
+        ({"dp": 2, "pp": 2}, {"megatron": {"virtual_stages": 2}, "activation_checkpointing": True}),
     ],
     "qwen2": [
         ({"tp": 2, "dp": 2}, {}), ({"dp": 1, "cp": 2, "tp": 2}, {}), ({"dp": 1, "cp": 4}, {}), ({"dp": 1, "tp": 4}, {}),
@@ -89,7 +88,9 @@ async def loaded(policy: rl.Policy) -> rl.Weights:
     return await (await policy.weights()).load()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind == "qwen2")) for kind in LAYOUTS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind in ("llama", "qwen2"))) for kind in LAYOUTS]
+)
 async def test_layouts_continue_others_checkpoints(warm: Warm, tmp_path: Path, model_of: ModelOf, kind: str) -> None:
     four, folder = await warm(4), model_of(MODELS[kind])
     plain, kept = TorchPolicy(policy_of(folder)), None

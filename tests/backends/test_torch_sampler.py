@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, PretrainedConfig
 
 from meshrl import (
     Batch,
@@ -31,7 +29,7 @@ from meshrl.roles import JoinedSampling
 from meshrl_torch.sample.draw import key, uniforms
 from meshrl_torch.sample.sampler import TorchSampler
 from meshrl_torch.train.one_rank import TorchPolicy
-from tests.backends.material import GPT2, MODEL, SHAPE, ModelOf, floats
+from tests.backends.material import MODEL, floats
 from tests.roles.test_generate_calls import drive, turns
 
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"], groups=np.arange(10, 15))
@@ -47,18 +45,6 @@ async def parts(made: TorchSampler, prompts: Batch, sampling: Sampling) -> list[
 
 async def rollout(made: TorchSampler, sampling: Sampling, prompts: Batch = PROMPTS) -> Batch:
     return Batch.join(await parts(made, prompts.part(np.arange(len(prompts))), sampling))
-
-
-@pytest.mark.parametrize("config", [MistralConfig(**SHAPE, sliding_window=4), GPT2Config(**GPT2)], ids=type)
-async def test_greedy_equals_transformers(config: PretrainedConfig, model_of: ModelOf) -> None:
-    folder = model_of(config)
-    batch = await rollout(sampler(folder, slots=3), Sampling(max_tokens=20, temperature=0))
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    how = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
-    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
-        prompt = torch.from_numpy(tokens[np.logical_not(mask)].astype(np.int64))[None]
-        expected = network.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
-        assert tokens.tolist() == expected[0].tolist()
 
 
 async def test_draws_do_not_depend_on_slots_nor_on_how_a_mesh_divides_the_rows(small: str) -> None:

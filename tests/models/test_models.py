@@ -74,7 +74,9 @@ def told_padded() -> dict[str, bool]:
 OTHERS = [pytest.param(each, marks=pytest.mark.wide) for each in sorted(told_padded().keys() - {*CORE})]
 
 
-@pytest.mark.parametrize("model_type", [*CORE, *OTHERS])
+@pytest.mark.parametrize(
+    "model_type", [*CORE[:3], *(pytest.param(each, marks=pytest.mark.wide) for each in CORE[3:]), *OTHERS]
+)
 def test_the_page_says_how_rows_are_read(model_type: str) -> None:
     assert line(model_type) == lines()[model_type]
 
@@ -150,7 +152,11 @@ async def test_a_leak_as_small_as_rounding_in_bfloat16_is_found(model_type: str,
         assert load(PolicyConfig.model_validate({"model": folder, "dtype": dtype})).layout.name == "padded"
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "hunyuan_v1_moe", "gpt_oss", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["deepseek_v3", "gpt_oss"]
+    + [pytest.param(each, marks=pytest.mark.wide) for each in ("hunyuan_v1_moe", "mixtral", "qwen3_moe")],
+)
 async def test_experts_are_followed_whatever_weighs_them(model_type: str, tmp_path: Path) -> None:
     folder = folder_of(model_type, tmp_path)
     sampler = TorchSampler(SamplerConfig(model=folder, slots=3, record_experts=True))

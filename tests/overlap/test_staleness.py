@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from meshrl import Batch, CrossEntropy, Sampling, Weights, publish, rollouts
 from meshrl.errors import DataError
-from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, Lognormal, crashing, delayed, simulate
+from meshrl.testing import Crash, FakePolicy, FakeSampler, Latency, crashing, delayed, simulate
 from tests.overlap.streams import POLICY, SAMPLER, labels, prompts, train
 
 
@@ -40,18 +40,6 @@ def test_a_group_that_would_be_too_old_for_the_next_batch_is_waited_for_or_dropp
     assert [batch.row("staleness").tolist() for batch in batches[:2]] == [[0, 0], [1, 0]]
     assert labels(batches) == set(range(1, 8))
     assert (dropped, waited) == ({"stale": 1}, 0)
-
-
-def test_a_batch_waits_early_enough_for_all_groups_that_would_be_too_old() -> None:
-    async def script(seed: int) -> None:
-        policy = delayed(FakePolicy, update=1.0)(POLICY)
-        sampler = delayed(FakeSampler, seed=seed, generate=Lognormal(0.5, 1.5))(SAMPLER)
-        await publish(policy, sampler)
-        async with rollouts(sampler, prompts(12, 4), Sampling(), ahead=3) as stream:
-            assert len(labels(await train(stream, policy))) == 48, stream.dropped
-
-    for seed in range(8):
-        simulate(lambda: script(seed))  # noqa: B023 -- called at once
 
 
 def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:

@@ -149,13 +149,13 @@ TEXTS: list[tuple[str, object, str]] = [
     ("{cell}", 1e300, "1e+300"), ("{cell}", 10**23, "1" + "0" * 23), ("{cell}", True, "True"), ("<{cell}>", 2.0, "<2>"),
     ("{cell}", [3.0, 1, 2.5], "[3, 1, 2.5]"), ("{cell}", [[1.0, None], []], "[[1, None], []]"),
     ("{cell:.2f}", 2.0, "2.00"), ("{cell[n]}", {"n": 7.0}, "7"), ("{cell[1]}", ["a", "b"], "b"),
-    ("{cell!s}", ["a"], "['a']"),
+    ("{cell!s}", ["a"], "['a']"), ("{{{cell}}}", "x", "{x}"), ("{my key}", None, "x"), ("fixed", None, "fixed"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "cell", "text"), TEXTS)
 def test_a_cell_is_one_text_in_prompts_answers_and_other_templates(template: str, cell: object, text: str) -> None:
-    row = {"cell": cell, "q": "?"}
+    row = {"cell": cell, "q": "?", "my key": "x"}
     assert fill(template, row, "here") == text
     if text:
         assert Task.of([row], prompt=f"q{template}", answer="").train.objects("prompt") == (f"q{text}",)

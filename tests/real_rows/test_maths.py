@@ -14,7 +14,11 @@ EQUAL = [
     (r"\boxed{25\%}", "1/4"), ("#### -7", "-7"), (r"\boxed{1}, no: \boxed{2}", "2"), ("<think>9</think>8", "8"),
     (r"\boxed{\dfrac{-3}{4}}", "-3/4"), ("So the answer is $1,250.", "1250"), (r"\boxed{1.20e-3}", "0.0012"),
     (r"\boxed{\mathbf{7}}", "7"), (r"thus \(-5\).", "-5"), (r"\boxed{\text{7.5}}", "7.5"),
-    ("#### 5 (five)", "5"), ("#### 5. Thousands pay", "5"), ("It costs 5. Hundreds pay it", "5"),
+    ("#### 5 (five)", "5"), ("#### 5. Thousands pay", "5"), ("It costs 5. Hundreds pay it", "5"), ("42", "42"),
+    ("The answer is 1,234.50 dollars.", "2469/2"), ("it lost -$5", "-5"), ("it is \N{MINUS SIGN}4", "-4"),
+    ("x = -3", "-3"), ("10 - 3 = 7.", "7"), (".5", "1/2"), ("a rise of 50%", "50"),
+    ("first 3, then\n#### 1,234 of 5", "1234"), (r"\boxed{\frac{1}{2}}, which is not 7", "1/2"),
+    (r"1{,}234 or 1\,234", "1234"), (r"\boxed{1} or rather \boxed{-\dfrac{3}{4} \text{ m}}", "-3/4"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"\boxed{\{1, 2\}}", "2"), (r"\boxed{(0, 5]}", "5"), (r"\boxed{5 \text{ million}}", "5"), (r"\boxed{3x}", "3"),
@@ -23,7 +27,8 @@ DIFFERENT = [
     (r"\boxed{2^{x}}", "2"), (r"\boxed{\log_2 8}", "8"), ("between 3 and 4", "3"),
     ("5 million", "5"), (r"\boxed{0.33...}", "0.33"), ("They are 3 dozen eggs", "3"),
     ("#### 5 million", "5"), ("#### **5** Millions", "5"), (r"#### 5 \text{ billion}", "5"), ("5 dozens", "5"),
-    ("The answer is 5 Million", "5"), ("5 trillion", "5"), (r"\boxed{5 \text{ Trillions}}", "5"),
+    ("The answer is 5 Million", "5"), ("5 trillion", "5"), (r"\boxed{5 \text{ Trillions}}", "5"), ("none", "3"),
+    ("", "0"), (r"\boxed{none}, not 3", "3"), ("1/0", "0"), ("9" * 101, "9" * 100),
 ]  # fmt: skip
 
 

@@ -16,33 +16,6 @@ from meshrl.tasks.function import FunctionReward
 NAN = float("nan")
 REWARDS = np.array([-2, -4, NAN, -4, 1, NAN, NAN, 3, 5], np.float32)
 GROUPS = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3])
-KNOWN = ~np.isnan(REWARDS)
-ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "grpo": rl.group_advantages,
-    "dr_grpo": lambda rewards, groups: rl.group_advantages(rewards, groups, scale="none"),
-    "rloo": rl.leave_one_out,
-    "gpg": rl.rescaled_advantages,
-    "opo": lambda rewards, groups: rl.optimal_advantages(rewards, groups, np.arange(len(rewards)) + 1),
-    "reinforce": lambda rewards, _: rl.batch_advantages(rewards),
-}
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce"])
-def test_advantages_are_those_of_the_known_rows_alone(name: str) -> None:
-    found = ESTIMATORS[name](REWARDS, GROUPS)
-    assert found[KNOWN] == pytest.approx(ESTIMATORS[name](REWARDS[KNOWN], GROUPS[KNOWN]), abs=1e-6)
-    assert not found[~KNOWN].any()
-
-
-def test_advantages_by_hand() -> None:
-    assert rl.group_advantages([-2, -4, NAN, -4], [0] * 4) == pytest.approx(
-        [2 / 3**0.5, -(3**-0.5), 0, -(3**-0.5)], abs=1e-5
-    )
-    assert rl.leave_one_out([-2, -4, NAN, -4], [0] * 4).tolist() == [2, -1, 0, -1]
-    assert rl.optimal_advantages([-2, -4, NAN, -4], [0] * 4, [1, 2, 9, 1]).tolist() == [1.5, -0.5, 0, -0.5]
-    turns = rl.turn_advantages(rl.Ragged.of([[1, 0], [NAN, NAN], [0]], np.float32), [0, 0, 0])
-    assert not np.asarray(turns.values[2:4]).any()
-    assert np.isfinite(turns.values).all()
 
 
 def rows(rewards: list[float], errors: list[str | None], on_error: str = "mask") -> rl.Batch:

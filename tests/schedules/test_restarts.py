@@ -165,7 +165,7 @@ def some_or_all(some: list[Setting], places: int, **all_of: list[Setting]) -> py
 
 
 SOME_OR_ALL = some_or_all(
-    FEW, 6, **{f"all-{ahead}": [each for each in SETTINGS if each.ahead == ahead] for ahead in (0, 1, 3)}
+    FEW, 4, **{f"all-{ahead}": [each for each in SETTINGS if each.ahead == ahead] for ahead in (0, 1, 3)}
 )
 
 

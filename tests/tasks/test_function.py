@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -156,35 +155,6 @@ def test_a_file_that_changed_within_a_second_is_read_anew(tmp_path: Path, monkey
         path.write_text(f"def reward(p, c, row): return {value}\n", "utf-8")
         os.utime(path, (1e9, 1e9))
         assert load_function(f"{path}:reward")("", "", {}) == value
-
-
-NUMBERS: dict[str, Fraction | int | None] = {
-    "42": 42,
-    "The answer is 1,234.50 dollars.": Fraction(2469, 2),
-    "it lost -$5": -5,
-    "it is \N{MINUS SIGN}4": -4,
-    "x = -3": -3,
-    "7-3": None,
-    "10 - 3 = 7.": 7,
-    "1/2": Fraction(1, 2),
-    ".5": Fraction(1, 2),
-    "a rise of 50%": 50,
-    "first 3, then\n#### 1,234 of 5": 1234,
-    "\\boxed{\\frac{1}{2}}, which is not 7": Fraction(1, 2),
-    "\\boxed{1} or rather \\boxed{-\\dfrac{3}{4} \\text{ m}}": Fraction(-3, 4),
-    "1{,}234 or 1\\,234": 1234,
-    "<think>7 or 8</think>It is 9.": 9,
-    "<think>7 or 8": None,
-    "none": None,
-    "\\boxed{none}, not 3": None,
-    "1/0": None,
-    "9" * 101: None,
-    "": None,
-}
-
-
-def test_the_number_that_a_text_gives_as_its_answer() -> None:
-    assert {text: final_number(text) for text in NUMBERS} == NUMBERS
 
 
 def test_answers_are_compared_by_value() -> None:

@@ -2,18 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import cast
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from meshrl.errors import DataError
-from meshrl.tasks import Task, TaskConfig, fill, first_row
+from meshrl.tasks import Task, TaskConfig, first_row
 
 Write = Callable[..., str]
 
@@ -40,14 +38,6 @@ def test_a_json_lines_file(write: Write) -> None:
     assert task.train.objects("row") == (*sums(3), *sums(2), *more)
     assert len(task.held_out) == 0
     assert task.held_out.names == task.train.names
-
-
-def test_a_parquet_file(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    parquet.write_table(pa.Table.from_pylist(sums(3)), path)
-    task = Task.load(TaskConfig(source=str(path), held_out=0, prompt="{metadata[n]} and one:"))
-    assert task.train.objects("prompt") == ("0 and one:", "1 and one:", "2 and one:")
-    assert task.train.objects("row") == tuple(sums(3))
 
 
 def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
@@ -115,18 +105,6 @@ def test_a_seed_repeats_the_batches_which_may_be_larger_than_the_data(write: Wri
     assert [len(set(batch.groups.tolist())) for batch in first] == [7] * 4
     with pytest.raises(DataError, match="batches of 0 rows"):
         next(task.batches(0, seed=0))
-
-
-def test_templates() -> None:
-    cases: dict[str, tuple[Mapping[str, object], str]] = {
-        "{a}-{b[c]}-{d[0]}": ({"a": 1, "b": {"c": 2}, "d": [3]}, "1-2-3"),
-        "{{{a}}}": ({"a": "x"}, "{x}"),
-        "{a:.2f}": ({"a": 0.5}, "0.50"),
-        "{my key}": ({"my key": "x"}, "x"),
-        "{a}": ({"a": None}, ""),
-        "fixed": ({}, "fixed"),
-    }
-    assert {template: (row, fill(template, row, "here")) for template, (row, _) in cases.items()} == cases
 
 
 def test_what_does_not_fit_is_told_with_its_file_and_line_and_a_check_reads_the_first_row_alone(write: Write) -> None:
