@@ -146,6 +146,11 @@ class _Spelled:
         return ids
 
 
+def unmasked(tokens: int, rows: int) -> Bits:
+    """Masks that allow all tokens, int32[rows, numbers]."""
+    return np.full((rows, (tokens + 31) // 32), ALL, np.int32)
+
+
 class Grammars:
     """The grammars of one model's tokenizer."""
 
@@ -208,7 +213,7 @@ class Grammars:
 
     def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
         """Return the tokens that each state allows next. A row has none if no token can follow."""
-        bits = np.full((len(matchers), (self._known + 31) // 32), ALL, np.int32)
+        bits = unmasked(self._known, len(matchers))
         start, size = bits.ctypes.data, bits.strides[0]
         for row, matcher in enumerate(matchers):
             if matcher is not None:
@@ -216,6 +221,23 @@ class Grammars:
                 if matcher.is_error():
                     bits[row] = 0
         return bits
+
+    def step(self, matchers: "Sequence[LLMatcher | None]", tokens: Sequence[int], bits: Bits) -> list[int]:
+        """Let states take a token each, and set the tokens that they allow next. Returns the rows that refuse theirs.
+
+        Both at once for each state, while the processor has it in its caches.
+        """
+        refused, start, size = list[int](), bits.ctypes.data, bits.strides[0]
+        for row, matcher in enumerate(matchers):
+            if matcher is None:
+                continue
+            if matcher.consume_token(tokens[row]):
+                matcher.unsafe_compute_mask_ptr(start + row * size, size)
+                if matcher.is_error():
+                    bits[row] = 0
+            else:
+                refused.append(row)
+        return refused
 
     def _compile(self, text: str) -> "LLMatcher":
         from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
@@ -279,8 +301,8 @@ def _denied_of_a_byte(device: torch.device) -> Tensor:
 def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
     """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
     packed = torch.as_tensor(bits, device=logits.device).view(torch.uint8)
-    denied = _denied_of_a_byte(logits.device)[packed.int()].view(torch.bool)[:, : logits.shape[1]]
-    return logits.masked_fill(denied, -torch.inf)
+    denied = _denied_of_a_byte(logits.device).index_select(0, packed.int().flatten())
+    return torch.where(denied.view(torch.bool).view(len(packed), 8 * packed.shape[1])[:, : logits.shape[1]], -torch.inf, logits)
 
 
 def check_masked(words: Words, batch: Batch) -> None:
