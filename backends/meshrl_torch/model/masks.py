@@ -301,8 +301,9 @@ def _denied_of_a_byte(device: torch.device) -> Tensor:
 def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
     """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
     packed = torch.as_tensor(bits, device=logits.device).view(torch.uint8)
-    denied = _denied_of_a_byte(logits.device).index_select(0, packed.int().flatten())
-    return torch.where(denied.view(torch.bool).view(len(packed), 8 * packed.shape[1])[:, : logits.shape[1]], -torch.inf, logits)
+    eights = _denied_of_a_byte(logits.device).index_select(0, packed.int().flatten())
+    denied = eights.view(torch.bool).view(len(packed), 8 * packed.shape[1])[:, : logits.shape[1]]
+    return torch.where(denied, -torch.inf, logits)
 
 
 def check_masked(words: Words, batch: Batch) -> None:
