@@ -251,15 +251,29 @@ class Grammars:
 
 
 def plain_lark(words: Words, constraint: Constraint) -> str:
-    """The grammar of a constraint for engines that take no special tokens in one. DataError if it has any."""
+    """The grammar of a constraint for engines that take no special tokens in one, and read the tokenizer themselves.
+
+    DataError if the constraint has special tokens, or if llguidance cannot read the tokenizer without being told its
+    tokens, and BackendError if it cannot at all: such an engine dies of the first constraint.
+    """
     rule = lark_of(constraint, {})
-    has_texts = constraint.thought or any(each.begin or each.end or each.parts for each in constraint.branches)
-    if has_texts and rule != lark_of(constraint, grammars_of(words).special):
+    if rule != lark_of(constraint, grammars_of(words).special):
         raise DataError(
             f"{constraint.text[:200]}: it has a special token of this model, which the sampler's engine takes in no "
             'grammar: use sampler.backend = "torch"'
         )
+    if _is_spelled(words.tokenizer):
+        raise DataError(
+            f"{constraint.text[:200]}: the sampler's engine cannot follow it with this model, whose tokens are the "
+            'characters that they stand for, as those of NewModel.characters: use sampler.backend = "torch"'
+        )
     return rule
+
+
+def _is_spelled(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokens of a tokenizer are the characters that they stand for, which llguidance has to be told."""
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    return is_fast and isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None)
 
 
 def _vocabulary(words: Words) -> "LLTokenizer":
@@ -268,10 +282,10 @@ def _vocabulary(words: Words) -> "LLTokenizer":
     from llguidance.hf import from_tokenizer  # noqa: PLC0415 -- an extra
 
     tokenizer, ends = words.tokenizer, sorted(words.ends)
+    if _is_spelled(tokenizer):
+        spelled = _Spelled(tokenizer, words.known)
+        return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None):
-            spelled = _Spelled(tokenizer, words.known)
-            return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
         try:
             return from_tokenizer(tokenizer, n_vocab=words.known, eos_token=ends)
         except ValueError as error:
