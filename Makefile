@@ -221,8 +221,8 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 # What .venv lacks, or has in another version; a second torch would be most of the disk that CI needs. torchvision's build
 # for CUDA registers operators that torch for CPUs lacks, and would raise.
 .venv-vllm/.done .venv-sglang/.done: .venv-%/.done: .venv/.done requirements-%.txt
-	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
-	grep -vxFf requirements.txt requirements-$*.txt > $(@D)/requirements.txt
+	$(BIN)/python -m venv --clear $(@D)
+	grep -vxFf requirements.txt requirements-$*.txt > $(@D)/requirements.txt || test $$? = 1
 	$(@D)/bin/python $(PIP) --no-deps --requirement $(@D)/requirements.txt
 	$(BESIDE)
 	echo "import sys, types; sys.modules['torchvision._meta_registrations'] = types.ModuleType('none')" \

@@ -223,8 +223,11 @@ def _value(arguments: str) -> object:
         return arguments
 
 
-def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str]) -> Message:
-    """The model's text as a client's message, with calls separated. If a call cannot be read, all stays text."""
-    rest, written = calls_in(text, tools) if tools else (text, ())
+def message_of(text: str, tools: Sequence[Tool], new_id: Callable[[], str], *, is_whole: bool = True) -> Message:
+    """The model's text as a client's message, with calls separated. If a call cannot be read, all stays text.
+
+    `is_whole`: False if the text was cut, perhaps within a call.
+    """
+    rest, written = calls_in(text, tools, is_whole=is_whole) if tools else (text, ())
     calls = [ToolCall(id=own or new_id(), function=Function(name, given)) for name, given, own in written]
     return Message("assistant", without_channels(rest), tool_calls=tuple(calls))

@@ -280,19 +280,29 @@ _CHANNEL: Final = _found(
 """A message of gpt-oss's channels."""
 
 
+_ARGUMENTS: Final = "<|message|>"
+"""Before the arguments of a call of gpt-oss, which may be empty."""
+
+
 def families() -> str:
     """The families of models whose calls are read."""
     return "; ".join(form.families for form in (*FORMATS, _BARE))
 
 
-def calls_in(text: str, tools: Sequence[Mapping[str, object]]) -> tuple[str, Sequence[Written]]:
+def calls_in(
+    text: str, tools: Sequence[Mapping[str, object]], *, is_whole: bool = True
+) -> tuple[str, Sequence[Written]]:
     """Return a text without its calls, and the calls. All stays text if one cannot be read.
 
-    The form that begins first is the one of the text: others may stand in the arguments of its calls.
+    The form that begins first is the one of the text: others may stand in the arguments of its calls. If the text is
+    not whole, such an argument may have no end. So all stays text too if a thought has no end, or if what begins
+    as a call of any form cannot be read.
     """
     functions: list[Any] = [tool.get("function") for tool in tools]
     types = {str(each.get("name")): _properties(each) for each in functions if isinstance(each, dict)}
-    start = _thoughts_end(text, types)
+    start, is_read = _thoughts_end(text, types)
+    if not is_whole and (not is_read or text.rstrip().endswith(_ARGUMENTS)):
+        return text, ()
     thoughts, said = text[:start], text[start:]
     _, calls = _read(_BARE, said, types)
     if calls:
@@ -388,19 +398,20 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, object]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _thoughts_end(text: str, types: Types) -> int:
-    """Where the thoughts of a text end, which have no calls. A call that can be read has no end of a thought in it.
+def _thoughts_end(text: str, types: Types) -> tuple[int, bool]:
+    """Where thoughts of a text end, which have no calls, and whether each of them has an end and all calls can be read.
 
-    After a call that cannot be read, every end counts, so that no text is read twice.
+    A call that can be read has no end of a thought in it. After one that cannot, every end counts, so that no text is
+    read twice.
     """
     start = at = 0
     is_open = False
     while True:
         if at == start and _BARE_BEGIN.match(text, at):
             called = _read(_BARE, text[start:], types)[1]
-            return start if called else _last_end(text, start)
+            return (start, True) if called else (_last_end(text, start), False)
         if (mark := _MARKS.search(text, at)) is None:
-            return start
+            return start, not is_open
         at = mark.end()
         if mark["ends"] is not None:
             start, is_open = at, False
@@ -409,7 +420,7 @@ def _thoughts_end(text: str, types: Types) -> int:
         elif not is_open:
             end = _call_end(text, mark.start(), types)
             if end is None:
-                return _last_end(text, start)
+                return _last_end(text, start), False
             at = end
 
 

@@ -323,7 +323,10 @@ class Gateway:
         if constraint is not None:
             check_constraint(self._chat, constraint)
         answers = await self._drawn(session, request, asked, prompt, constraint)
-        choices = [protocol.Choice(asked.said(each.text, session.new_call), each.drawn) for each in answers]
+        choices = list[protocol.Choice]()
+        for each in answers:
+            is_whole = each.drawn.tokens[-1] in self._chat.ends
+            choices.append(protocol.Choice(asked.said(each.text, session.new_call, is_whole=is_whole), each.drawn))
         if session.id not in self._sessions or await request.is_disconnected():
             return Response(status_code=_LEFT)
         for choice in choices:

@@ -77,9 +77,12 @@ class Asked:
             forms += call_forms(self.tools, self.called, chat.calls, count, after_thought=bool(thought))
         return Constraint(tuple(forms), thought) if forms else None
 
-    def said(self, text: str, new_id: Callable[[], str]) -> Message | str:
-        """Return what the client gets of the model's text. `new_id`: makes the id of a tool call."""
-        return text if isinstance(self.prompt, str) else message_of(text, self.tools, new_id)
+    def said(self, text: str, new_id: Callable[[], str], *, is_whole: bool) -> Message | str:
+        """Return what the client gets of the model's text. `new_id`: makes the id of a tool call.
+
+        `is_whole`: False if the answer was cut.
+        """
+        return text if isinstance(self.prompt, str) else message_of(text, self.tools, new_id, is_whole=is_whole)
 
 
 @dataclass(frozen=True)

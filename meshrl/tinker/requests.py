@@ -349,7 +349,10 @@ def pass_of_wire(body: bytes, most: int = SPACE) -> Pass:
     """Read a `Pass` from protocol buffers. `most`: bytes that its sparse tensors may have once they are whole."""
     space, read = Space(most), wire.pass_of(body)
     config: dict[str, float | str] = dict(read.loss_fn_config)
-    config |= {name: setting.text or setting.number for name, setting in read.loss_fn_config_v2.items()}
+    for name, setting in read.loss_fn_config_v2.items():
+        if not (setting.HasField("number") or setting.HasField("text")):
+            raise DataError(f"the setting {name!r} of the loss has no value: send a number, or leave it out")
+        config[name] = setting.text if setting.HasField("text") else setting.number
     data = [_datum(each, space) for each in read.data]
     return Pass(read.model_id, _count(read.seq_id), read.loss_fn, config, data, not read.forward_only)
 
@@ -362,7 +365,7 @@ def number_of(body: bytes) -> tuple[str, int] | None:
 
 def _datum(read: wire.Datum, space: Space) -> Datum:
     pieces = read.model_input
-    if not all(piece.HasField("encoded_text") for piece in pieces):
+    if any(piece.HasField("image") or piece.HasField("dmel") for piece in pieces):
         raise DataError("a piece of the input is no text: this server reads text alone")
     tokens = b"".join([piece.encoded_text.tokens for piece in pieces])
     return Datum(tokens, {name: _tensor(tensor, space) for name, tensor in sorted(read.loss_fn_inputs.items())})
@@ -375,7 +378,7 @@ def _tensor(read: wire.Tensor, space: Space) -> Tensor:
     dtype = _TYPES[number]
     kind: Literal["float32", "int64"] = "float32" if dtype == "float32" else "int64"
     shape = tuple(map(_count, read.shape[:]))
-    if not data and read.HasField("sparse_csr"):
+    if not data and read.HasField("sparse_csr"):  # the API has one of them
         sparse = read.sparse_csr
         rows, columns = (_values(each, "int64") for each in (sparse.crow_indices, sparse.col_indices))
         return _dense(_values(sparse.values, dtype), rows, columns, shape, space)

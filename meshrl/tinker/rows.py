@@ -73,7 +73,7 @@ def _kind(name: str) -> _Kind:
 def batch_of(request: Pass) -> Batch:
     """Return the rows of a request: `tokens`, `targets`, `loss_mask`, and the columns that its loss reads.
 
-    DataError names the first row that does not fit.
+    DataError names a row that does not fit.
     """
     if not request.data:
         raise DataError("the request has no rows: send at least one datum")

@@ -1,10 +1,11 @@
 """The API's protocol buffers: the messages that this server reads and writes, with the fields that it knows.
 
+A field that is unknown, or of another type, is as if it had not been sent: so google.protobuf reads them.
 https://protobuf.dev/programming-guides/encoding
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias, cast
+from typing import Final, Protocol, TypeAlias, cast
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
@@ -16,11 +17,11 @@ from meshrl.errors import DataError
 
 _MESSAGES: Final = {
     "Text": "1 bytes tokens",
-    "Chunk": "1 Text encoded_text",
+    "Chunk": "1 Text encoded_text, 2 Text image, 3 Text dmel",
     "Sparse": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
-    "Tensor": "1 bytes dense, 2 Sparse sparse_csr, 3 int32 dtype, 4 *int64 shape",
+    "Tensor": "1 ?bytes dense, 2 Sparse sparse_csr, 3 int32 dtype, 4 *int64 shape",
     "Datum": "1 *Chunk model_input, 2 :Tensor loss_fn_inputs",
-    "Setting": "1 double number, 2 string text",
+    "Setting": "1 ?double number, 2 ?string text",
     "Head": "1 string model_id, 2 ?int64 seq_id",
     "Pass": "1 string model_id, 2 int64 seq_id, 3 *Datum data, 4 string loss_fn, 5 :double loss_fn_config, "
     "6 bool forward_only, 7 :Setting loss_fn_config_v2",
@@ -39,6 +40,14 @@ _HEAD: Final = 512
 """Bytes in which a body names its model and its number, which the SDK writes first."""
 
 
+class Sent(Protocol):
+    """A message of which some fields may not have been sent."""
+
+    def HasField(self, name: str) -> bool:  # noqa: N802 -- as the library names it
+        """True if a field was sent."""
+        ...
+
+
 class Sparse(Protocol):
     """A matrix in compressed sparse rows: float32 values, and int64 indices."""
 
@@ -47,15 +56,13 @@ class Sparse(Protocol):
     col_indices: bytes
 
 
-class Tensor(Protocol):
+class Tensor(Sent, Protocol):
     """An array, dense or sparse."""
 
     dense: bytes
     sparse_csr: Sparse
     dtype: int
     shape: Sequence[int]
-
-    def HasField(self, name: Literal["sparse_csr"]) -> bool: ...  # noqa: D102, N802 -- as the library names it
 
 
 class Text(Protocol):
@@ -64,12 +71,10 @@ class Text(Protocol):
     tokens: bytes
 
 
-class Chunk(Protocol):
+class Chunk(Sent, Protocol):
     """A piece of a row's input."""
 
     encoded_text: Text
-
-    def HasField(self, name: Literal["encoded_text"]) -> bool: ...  # noqa: D102, N802 -- as the library names it
 
 
 class Datum(Protocol):
@@ -79,20 +84,18 @@ class Datum(Protocol):
     loss_fn_inputs: Mapping[str, Tensor]
 
 
-class Setting(Protocol):
+class Setting(Sent, Protocol):
     """A setting of a loss: a number, or a text."""
 
     number: float
     text: str
 
 
-class Head(Protocol):
+class Head(Sent, Protocol):
     """The beginning of a request."""
 
     model_id: str
     seq_id: int
-
-    def HasField(self, name: Literal["seq_id"]) -> bool: ...  # noqa: D102, N802 -- as the library names it
 
 
 class Pass(Protocol):

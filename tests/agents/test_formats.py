@@ -377,9 +377,9 @@ OPTIONAL: Final = [
 ]
 
 
-def said(text: str, tools: Any = TOOLS) -> tuple[str, list[tuple[str, str]]]:
+def said(text: str, tools: Any = TOOLS, *, is_whole: bool = True) -> tuple[str, list[tuple[str, str]]]:
     ids = iter(range(99))
-    message = message_of(text, tools, lambda: f"new{next(ids)}")
+    message = message_of(text, tools, lambda: f"new{next(ids)}", is_whole=is_whole)
     return message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls]
 
 
@@ -576,3 +576,27 @@ def test_an_argument_ends_no_thought(family: Family) -> None:
             content, calls = said(thought + text)
             assert calls == [("look", dumped({"where": f"a {end} b"}))], thought
             assert content == thought
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
+def test_a_call_that_was_cut_has_no_other_in_its_argument(family: Family) -> None:
+    """At every place of an argument that has a call of each form, after the end of a thought and without."""
+    begin, close = family.thought
+    for other in FAMILIES:
+        inner = other.writes([("now", {})])
+        if chat_of(family)[0].calls.closes and "tool_call>" in inner:
+            continue  # as above
+        for end in ("", "</think>"):
+            given = {"where": f"a {end}{inner}"}
+            text = family.writes([("look", given)])
+            for before in ("", f"{begin}b{close}"):
+                for cut in range(len(text) + 1):
+                    _, calls = said(f"{before}{text[:cut]}", is_whole=False)
+                    assert calls in ([], [("look", dumped(given))]), (other.name, before, text[:cut])
+            assert calls, other.name
+
+
+def test_a_thought_that_was_cut_has_no_calls() -> None:
+    text = f"<think>I write {HERMES}"
+    assert said(text, is_whole=False) == (text, [])
+    assert said(f"{text}</think>{HERMES} and", is_whole=False)[1] == [("look", '{"where": "here"}')]

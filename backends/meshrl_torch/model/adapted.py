@@ -143,7 +143,7 @@ class Uses(NamedTuple):
 def reading(tokens: Names, device: torch.device) -> Reading:
     """Divide tokens by the name of each one's adapter."""
     names, numbers = np.unique(tokens, return_inverse=True)
-    if len(names) == 1:
+    if len(names) < 2:
         return Reading([(str(name), None) for name in names if name != BASE])
     found = [(np.flatnonzero(numbers == number), str(name)) for number, name in enumerate(names) if name != BASE]
     own = {name: places for places, name in sorted(found, key=lambda each: int(each[0][0]))}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from meshrl.agents import CallForm, Message, Tool, families, form_of
@@ -46,22 +47,24 @@ class HuggingFaceChat:
         self._variables = variables or {}
         self.backends: tuple[str, str] = ("torch", "")
         self.unseen = ""
-        self._calls: CallForm | None = None
+
+    @cached_property
+    def _form(self) -> CallForm | None:
+        return form_of(
+            lambda turns, tools, opens: in_template(self._tokenizer, turns, self._variables, opens=opens, tools=tools),
+            self.words.end_texts,
+        )
 
     @property
     def calls(self) -> CallForm:
         """The form of calls in the chat template. DataError if it writes none that could be read."""
-        self._calls = self._calls or form_of(
-            lambda turns, tools, opens: in_template(self._tokenizer, turns, self._variables, opens=opens, tools=tools),
-            self.words.end_texts,
-        )
-        if self._calls is None:
+        if self._form is None:
             raise DataError(
                 "the model's chat template writes a call of a tool in no form that is read, so no answer can be held "
                 f'to one: leave tool_choice at "auto" and send no tools with a format, or take a model of these '
                 f"families: {families()}"
             )
-        return self._calls
+        return self._form
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Render messages in the template. DataError if it refuses them."""

@@ -146,6 +146,11 @@ class _CharacterVocabulary:
         return ids
 
 
+def unmasked(tokens: int, rows: int) -> Bits:
+    """Masks that allow all tokens, int32[rows, numbers]."""
+    return np.full((rows, (tokens + 31) // 32), ALL, np.int32)
+
+
 class Grammars:
     """The grammars of one model's tokenizer."""
 
@@ -208,7 +213,7 @@ class Grammars:
 
     def fill(self, matchers: "Sequence[LLMatcher | None]") -> Bits:
         """Return the tokens that each state allows next. A row has none if no token can follow."""
-        bits = np.full((len(matchers), (self._known + 31) // 32), ALL, np.int32)
+        bits = unmasked(self._known, len(matchers))
         start, size = bits.ctypes.data, bits.strides[0]
         for row, matcher in enumerate(matchers):
             if matcher is not None:
@@ -216,6 +221,23 @@ class Grammars:
                 if matcher.is_error():
                     bits[row] = 0
         return bits
+
+    def step(self, matchers: "Sequence[LLMatcher | None]", tokens: Sequence[int], bits: Bits) -> list[int]:
+        """Let states take a token each, and set the tokens that they allow next. Returns the rows that refuse theirs.
+
+        Both at once for each state, while the processor has it in its caches.
+        """
+        refused, start, size = list[int](), bits.ctypes.data, bits.strides[0]
+        for row, matcher in enumerate(matchers):
+            if matcher is None:
+                continue
+            if matcher.consume_token(tokens[row]):
+                matcher.unsafe_compute_mask_ptr(start + row * size, size)
+                if matcher.is_error():
+                    bits[row] = 0
+            else:
+                refused.append(row)
+        return refused
 
     def _compile(self, text: str) -> "LLMatcher":
         from llguidance import LLMatcher  # noqa: PLC0415 -- an extra
@@ -229,15 +251,29 @@ class Grammars:
 
 
 def plain_lark(words: Words, constraint: Constraint) -> str:
-    """The grammar of a constraint for engines that take no special tokens in one. DataError if it has any."""
+    """The grammar of a constraint for engines that take no special tokens in one, and read the tokenizer themselves.
+
+    DataError if the constraint has special tokens, or if llguidance cannot read the tokenizer without being told its
+    tokens, and BackendError if it cannot at all: such an engine dies of the first constraint.
+    """
     rule = lark_of(constraint, {})
-    has_texts = constraint.thought or any(each.begin or each.end or each.parts for each in constraint.branches)
-    if has_texts and rule != lark_of(constraint, grammars_of(words).special):
+    if rule != lark_of(constraint, grammars_of(words).special):
         raise DataError(
             f"{constraint.text[:200]}: it has a special token of this model, which the sampler's engine takes in no "
             'grammar: use sampler.backend = "torch"'
         )
+    if _is_spelled(words.tokenizer):
+        raise DataError(
+            f"{constraint.text[:200]}: the sampler's engine cannot follow it with this model, whose tokens are the "
+            'characters that they stand for, as those of NewModel.characters: use sampler.backend = "torch"'
+        )
     return rule
+
+
+def _is_spelled(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokens of a tokenizer are the characters that they stand for, which llguidance has to be told."""
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    return is_fast and isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None)
 
 
 def _vocabulary(words: Words) -> "LLTokenizer":
@@ -246,10 +282,10 @@ def _vocabulary(words: Words) -> "LLTokenizer":
     from llguidance.hf import from_tokenizer  # noqa: PLC0415 -- an extra
 
     tokenizer, ends = words.tokenizer, sorted(words.ends)
+    if _is_spelled(tokenizer):
+        spelled = _CharacterVocabulary(tokenizer, words.known)
+        return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None):
-            spelled = _CharacterVocabulary(tokenizer, words.known)
-            return LLTokenizer(TokenizerWrapper(spelled), n_vocab=words.known, eos_token=ends)
         try:
             return from_tokenizer(tokenizer, n_vocab=words.known, eos_token=ends)
         except ValueError as error:
@@ -279,8 +315,9 @@ def _denied_of_a_byte(device: torch.device) -> Tensor:
 def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
     """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
     packed = torch.as_tensor(bits, device=logits.device).view(torch.uint8)
-    denied = _denied_of_a_byte(logits.device)[packed.int()].view(torch.bool)[:, : logits.shape[1]]
-    return logits.masked_fill(denied, -torch.inf)
+    eights = _denied_of_a_byte(logits.device).index_select(0, packed.int().flatten())
+    denied = eights.view(torch.bool).view(len(packed), 8 * packed.shape[1])[:, : logits.shape[1]]
+    return torch.where(denied, -torch.inf, logits)
 
 
 def check_masked(words: Words, batch: Batch) -> None:

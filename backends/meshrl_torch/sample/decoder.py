@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl_torch.model.decoding import decode, reach_of
-from meshrl_torch.model.masks import ALL, grammars_of, restricted
+from meshrl_torch.model.masks import ALL, grammars_of, restricted, unmasked
 from meshrl_torch.model.network import LanguageModel
 from meshrl_torch.model.packing import runs
 from meshrl_torch.sample.cache import Slots
@@ -68,6 +68,8 @@ class Decoder:
         self._count = 0
         self._matchers = np.full(self._slots, None, np.object_)
         """For each slot, the state of its row's constraint. None without one."""
+        self._bits = unmasked(model.known, self._slots)
+        """For each slot, the tokens that this state allows next. All of them without one."""
         # For each slot. The place is that of the newest token, which the model has not read yet.
         self._row, self._prompt, self._place, self._end = (np.zeros(self._slots, np.int64) for _ in range(4))
         self._columns: dict[str, NDArray[Any]] = {
@@ -179,18 +181,19 @@ class Decoder:
             lengths, starts = self._request.lengths[self._request.prefix[part]], self._request.starts[part]
             here = slice(first, self._count)
             self._row[here], self._prompt[here] = part, starts
-            self._matchers[here] = self._begun(part)
+            self._begin(here, part)
             self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
             self._reserve(int(lengths.max()) + 1)
             self._record(first, self._prefill(part, np.arange(first, self._count)), versions)
         self._retire()
 
-    def _begun(self, rows: Ints) -> "NDArray[np.object_]":
-        """Return the state of each row's constraint after what was drawn of it before."""
+    def _begin(self, slots: slice, rows: Ints) -> None:
+        """Set the states of these rows' constraints after what was drawn of them before."""
         states = np.full(len(rows), None, np.object_)
         for at, row in enumerate(rows.tolist()):
             states[at] = begun(self._model, self._request, row)
-        return states
+        self._matchers[slots] = states
+        self._bits[slots] = grammars_of(self._model).fill(states.tolist()) if any(states) else ALL
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
         """Yield runs of rows whose distinct prefixes have at most PREFILL_TOKENS, or that share a longer one."""
@@ -237,24 +240,22 @@ class Decoder:
         row = self._row[here]
         draw = replace(self._draw, seed=self._seeds[row])
         own = versions_of(self._request.adapters[row], versions)
-        matchers = self._matchers[here].tolist()
+        matchers, bits = self._matchers[here].tolist(), self._bits[here]
         kept = np.full(len(matchers), -1)  # of a row that ends here, its number of tokens
-        held = [at for at, matcher in enumerate(matchers) if matcher is not None]
-        if held:
-            bits = grammars_of(self._model).fill(matchers)
+        is_held = any(matchers)
+        if is_held:
             for at in np.flatnonzero(~bits.any(1)).tolist():
-                matchers[at], kept[at] = self._anew(first + at, [])
-                self._matchers[first + at] = matchers[at]
-                bits[at] = grammars_of(self._model).fill([matchers[at]])[0]
+                kept[at] = self._anew(first + at, [])
                 if kept[at] == place[at] - self._prompt[first + at] and bits[at].any():
                     kept[at] = -1
-            bits[kept >= 0] = ALL
+            for at in np.flatnonzero(kept >= 0).tolist():
+                self._matchers[first + at], bits[at] = None, ALL
             logits = restricted(logits, bits)
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
-        drawn, goes_on = (tokens.tolist(), (kept < 0).tolist()) if held else ([], [])
-        for at in held:
-            if goes_on[at] and not matchers[at].consume_token(drawn[at]):
-                self._matchers[first + at], allowed = self._anew(first + at, [drawn[at]])
+        if is_held:
+            drawn = tokens.tolist()
+            for at in grammars_of(self._model).step(self._matchers[here].tolist(), drawn, bits):
+                allowed = self._anew(first + at, [drawn[at]])
                 kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
         slots = np.arange(here.start, here.stop)
@@ -264,10 +265,13 @@ class Decoder:
         self._place[here] = np.where(kept < 0, place, ends - 1)
         self._end[here] = np.where(kept < 0, self._end[here], ends)
 
-    def _anew(self, slot: int, new: list[int]) -> "tuple[LLMatcher, int]":
-        """Follow the answer in a slot by a new grammar, with `new` tokens at its place, as `Grammars.anew`."""
+    def _anew(self, slot: int, new: list[int]) -> int:
+        """Follow the answer in a slot, and `new` tokens at its place, by a new grammar. Returns how many it allows."""
+        grammars, text = grammars_of(self._model), str(self._request.constraints[self._row[slot]])
         drawn = self._columns["tokens"][slot, self._prompt[slot] : self._place[slot]].tolist()
-        return grammars_of(self._model).anew(str(self._request.constraints[self._row[slot]]), [*drawn, *new])
+        self._matchers[slot], allowed = grammars.anew(text, [*drawn, *new])
+        self._bits[slot] = grammars.fill([self._matchers[slot]])[0]
+        return allowed
 
     def _retire(self) -> None:
         """Remove rows that ended. The last rows take their slots."""
@@ -309,6 +313,7 @@ class Decoder:
             np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
         )
         self._matchers = np.append(self._matchers, np.full(more, None, np.object_))
+        self._bits = np.append(self._bits, unmasked(self._model.known, more), 0)
         self._pad(more, 0)
 
     def _pad(self, slots: int, places: int) -> None:
@@ -340,7 +345,8 @@ class Decoder:
 
     def _move(self, source: Ints, target: Ints) -> None:
         longest = int(self._place[source].max()) + 1
-        for state in (self._row, self._prompt, self._place, self._end, self._matchers, *self._columns.values()):
+        columns = self._columns.values()
+        for state in (self._row, self._prompt, self._place, self._end, self._matchers, self._bits, *columns):
             state[target] = state[source]
         self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
 
