@@ -272,8 +272,9 @@ def plain_lark(words: Words, constraint: Constraint) -> str:
 
 def _is_spelled(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the tokens of a tokenizer are the characters that they stand for, which llguidance has to be told."""
-    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-    return is_fast and isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    return isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse | None)
 
 
 def _vocabulary(words: Words) -> "LLTokenizer":
