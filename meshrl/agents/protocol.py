@@ -78,10 +78,7 @@ class Asked:
         return Constraint(tuple(forms), thought) if forms else None
 
     def said(self, text: str, new_id: Callable[[], str], *, is_whole: bool) -> Message | str:
-        """Return what the client gets of the model's text. `new_id`: makes the id of a tool call.
-
-        `is_whole`: False if the answer was cut.
-        """
+        """Return what the client gets of the model's text, and ids for its calls. `is_whole`: False if it was cut."""
         return text if isinstance(self.prompt, str) else message_of(text, self.tools, new_id, is_whole=is_whole)
 
 

@@ -583,12 +583,10 @@ def test_a_call_that_was_cut_has_no_other_in_its_argument(family: Family) -> Non
     """At every place of an argument that has a call of each form, after the end of a thought and without."""
     begin, close = family.thought
     for other in FAMILIES:
-        inner = other.writes([("now", {})])
-        if chat_of(family)[0].calls.closes and "tool_call>" in inner:
+        if "tool_call>" in (inner := other.writes([("now", {})])) and chat_of(family)[0].calls.closes:
             continue  # as above
         for end in ("", "</think>"):
-            given = {"where": f"a {end}{inner}"}
-            text = family.writes([("look", given)])
+            text = family.writes([("look", given := {"where": f"a {end}{inner}"})])
             for before in ("", f"{begin}b{close}"):
                 for cut in range(len(text) + 1):
                     _, calls = said(f"{before}{text[:cut]}", is_whole=False)
@@ -597,6 +595,5 @@ def test_a_call_that_was_cut_has_no_other_in_its_argument(family: Family) -> Non
 
 
 def test_a_thought_that_was_cut_has_no_calls() -> None:
-    text = f"<think>I write {HERMES}"
-    assert said(text, is_whole=False) == (text, [])
+    assert said(text := f"<think>I write {HERMES}", is_whole=False) == (text, [])
     assert said(f"{text}</think>{HERMES} and", is_whole=False)[1] == [("look", '{"where": "here"}')]

@@ -48,7 +48,7 @@ async def test_answers_are_held_to_a_form_under_a_mask_that_no_policy_repeats(tm
     rows = await (await rollout(sampler, prompts, Sampling(n=EACH, max_tokens=150, temperature=0.7))).load()
     sampler.close()
     said = [str(text) for text in rows.objects("completion")]
-    whole = np.flatnonzero(~rows.row("truncated")[: 2 * EACH]).tolist()
+    whole = np.flatnonzero(~np.asarray(rows.row("truncated"), np.bool_)[: 2 * EACH]).tolist()
     assert {row // EACH for row in whole} == {0, 1}
     begin, end = '<tool_call>\n{"name": "mul", "arguments": ', "}\n</tool_call>|"  # the template's end of a turn, too
     for row in whole:
@@ -68,6 +68,6 @@ async def test_answers_are_held_to_a_form_under_a_mask_that_no_policy_repeats(tm
     free = (await policy.logprobs(rows.assign(masked=[None] * len(rows)))).ragged("logprobs")
     for row in range(len(rows)):
         learned = np.asarray(rows.loss_mask[row], np.bool_)
-        raised = np.asarray(rows.sampler_logprobs[row])[learned] - np.asarray(free[row])[learned]
+        raised = np.asarray(rows.sampler_logprobs[row], float)[learned] - np.asarray(free[row], float)[learned]
         assert raised.min() > -1e-4
         assert raised.max() > 1 if row < 2 * EACH else raised.max() < 1e-4
