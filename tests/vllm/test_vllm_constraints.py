@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def made(folder: Path) -> str:
     tokenizer = Shape("bytes", "bytes", TEMPLATE, "</s>").tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    own = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    own: Any = {**SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     LlamaForCausalLM(LlamaConfig(**own)).save_pretrained(folder)
     return str(folder)
 
