@@ -105,7 +105,7 @@ def batch_of(request: Pass) -> Batch:
 
 
 def _tensors(request: Pass) -> Sequence[str]:
-    """Return the tensors that are read beside the targets: those of the loss, and weights of its advantages."""
+    """Return the tensors that are read with the targets: those of the loss, and weights of its advantages."""
     needed = _kind(request.loss).columns
     weighed = _WEIGHTS not in needed and request.loss != "dro" and any(_WEIGHTS in each.inputs for each in request.data)
     return (*needed, _WEIGHTS) if weighed else tuple(needed)

@@ -41,7 +41,7 @@ _HEAD: Final = 512
 
 
 class Sent(Protocol):
-    """A message of which some fields may not have been sent."""
+    """A message that says which fields were sent."""
 
     def HasField(self, name: str) -> bool:  # noqa: N802 -- as the library names it
         """True if a field was sent."""
@@ -122,7 +122,7 @@ def pass_of(body: bytes) -> Pass:
 
 
 def head_of(body: bytes) -> tuple[str, int] | None:
-    """Return the model and the number of a pass of which only the beginning is there. None if they are not."""
+    """Return the model and the number of a pass from its beginning. None if they are not there."""
     for end in range(min(len(body), _HEAD), 0, -1):
         try:
             head = cast("Head", _classes["Head"].FromString(body[:end]))
