@@ -84,6 +84,20 @@ async def test_each_learns_what_peft_learns_with_it_alone(model: Callable[[str],
         )
 
 
+async def test_adapters_of_very_different_ranks_share_passes(model: Callable[[str], str]) -> None:
+    near_gradient = SGD.model_copy(update={"lr": 0.3})
+    ranks = {"a": 12, "b": 1, "c": 2, "d": 1}
+    tables = {name: LoraConfig(rank=rank, sync="adapters", optimizer=near_gradient) for name, rank in ranks.items()}
+    both = [policy(model("llama"), adapters=tables, share_passes=shared) for shared in (True, False)]
+    for made in both:
+        for _ in range(2):
+            await made.update(rows("a", "b", "c", "d", "c", "a"), CrossEntropy())
+    for name in tables:
+        shared, apart = [await tensors(made, name) for made in both]
+        for each, array in shared.items():
+            np.testing.assert_allclose(array, apart[each], rtol=1e-4, atol=1e-6)
+
+
 async def test_passes_of_one_adapter_give_the_bits_that_it_has_alone(model: Callable[[str], str]) -> None:
     """Also if one accumulates while the other steps, with values of its own."""
     together = policy(model("llama"))

@@ -235,10 +235,17 @@ class Adapted(nn.Module):
                 "known: such a model cannot read rows of several adapters together, so set "
                 "policy.share_passes = false, and sample with one adapter at a time"
             )
-        if isinstance(self.base_layer, nn.Embedding):
-            return self._embedded(own, flat, states.flatten()).view(result.shape)
-        change = self._product(*self._stacked(own, own.blocks), own.blocks.gather(states.flatten(0, -2)))
+        is_embedding = isinstance(self.base_layer, nn.Embedding)
+        read = states.flatten() if is_embedding else states.flatten(0, -2)
+        if is_embedding or not self._is_even(own):
+            return self._one_by_one(own, flat, read).view(result.shape)
+        change = self._product(*self._stacked(own, own.blocks), own.blocks.gather(read))
         return own.blocks.add(flat, change).view(result.shape)
+
+    def _is_even(self, own: Reading) -> bool:
+        """True if matrices of the highest rank for all adapters have at most twice the size of their own."""
+        ranks = [len(self.pairs[name].down) if name in self.pairs else 0 for name, _ in own.parts]
+        return max(ranks) * len(ranks) <= 2 * sum(ranks)
 
     def _change(self, pair: LoraPair, states: Tensor) -> Tensor:
         """Return what an adapter adds to the layer's output for these inputs."""
@@ -250,11 +257,11 @@ class Adapted(nn.Module):
         scaled = getattr(base, "embed_scale", None)  # its output is scaled by this
         return change if scaled is None else change * torch.as_tensor(scaled, dtype=change.dtype)
 
-    def _embedded(self, own: Reading, result: Tensor, ids: Tensor) -> Tensor:
-        """Return the embeddings of ids, [tokens, out], with what each one's adapter changes."""
+    def _one_by_one(self, own: Reading, result: Tensor, read: Tensor) -> Tensor:
+        """Add to the rows of [tokens, out] what each one's adapter makes of what the layer reads."""
         for name, tokens in own.parts:
             if name in self.pairs and tokens is not None:
-                change = self._change(self.pairs[name], ids.index_select(0, tokens))
+                change = self._change(self.pairs[name], read.index_select(0, tokens))
                 changed = (result.index_select(0, tokens) + change).to(result.dtype)
                 result = result.index_copy(0, tokens, changed)
         return result
