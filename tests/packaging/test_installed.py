@@ -12,7 +12,15 @@ from tests.packaging.test_contents import EXTRAS
 
 pytestmark = pytest.mark.process
 
-NAMES = ("agents.", "engines.ray", "testing.conformance", "run.trackers.otlp", "observe.server", "tinker.")
+NAMES = (
+    "agents.",
+    "engines.ray",
+    "http_server",
+    "testing.conformance",
+    "run.trackers.otlp",
+    "observe.server",
+    "tinker.",
+)
 """Modules that an extra is needed for. `meshrl.agents` and `meshrl.tinker` load them when they are asked for."""
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys

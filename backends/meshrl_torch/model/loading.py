@@ -493,9 +493,10 @@ def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the kind of an error with its first line, or its first two if a colon ends the first."""
-    first, *others = map(str.strip, str(error).strip().split("\n"))
-    return " ".join([f"{type(error).__name__}:", first, *(others[:1] if first.endswith(":") else ())])
+    """Return the kind of an error with its first line, or with all if a colon ends the first."""
+    lines = str(error).strip().split("\n")
+    text = " ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
