@@ -243,7 +243,7 @@ class Adapted(nn.Module):
         return own.blocks.add(flat, change).view(result.shape)
 
     def _is_even(self, own: Reading) -> bool:
-        """True if matrices of the highest rank for all adapters have at most twice the size of their own."""
+        """True if matrices of the highest rank for all adapters are at most twice as large as theirs."""
         ranks = [len(self.pairs[name].down) if name in self.pairs else 0 for name, _ in own.parts]
         return max(ranks) * len(ranks) <= 2 * sum(ranks)
 
