@@ -317,14 +317,19 @@ def simulate(
 
 
 def _run(main: Callable[[], Coroutine[object, object, T]], loop: VirtualLoop) -> T:
-    collecting = gc.isenabled()
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()  # automatic collections finalise generators, and so schedule callbacks, at places that no seed chooses
+    if not frozen:
+        gc.freeze()  # a collection looks at what the program has made, not at all libraries
     try:
         result = loop.run_until_complete(main())
         _settle(loop)
         return result
     finally:
         _end(loop)
+        if not frozen:
+            gc.collect()  # what it has left, before it counts among what was there
+            gc.unfreeze()
         if collecting:
             gc.enable()
 
@@ -339,9 +344,11 @@ def _settle(loop: VirtualLoop) -> None:
         tasks = "\n  ".join(_standing(left))
         raise LeftRunning(f"the program has ended, but these tasks have not: await or cancel them:\n  {tasks}")
     generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
-    for _ in range(10):  # the end of one may release the next
+    for turn in range(10):  # the end of one may release the next
         if not generators:
             break
+        if turn == 9:
+            gc.unfreeze()  # something that was there before may hold it
         gc.collect()  # for unreachable cycles
         loop.run_until_complete(asyncio.sleep(0))
     if generators:
