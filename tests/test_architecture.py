@@ -73,31 +73,43 @@ class Source(NamedTuple):
     """Those that it imports when it runs."""
     functions: list[tuple[str, int, int]]
     """The name, the first line and the number of lines of each."""
-    words: set[str]
-    """The identifiers and the texts, but docstrings."""
 
 
 @cache
 def read(path: Path) -> Source:
     text = path.read_text("utf-8")
-    tree = ast.parse(text)
-    nodes = [*ast.walk(tree)]
-    docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    typed = [node for node in nodes if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
-    unloaded = {inner for guard in typed for statement in guard.body for inner in ast.walk(statement)}
-    found = Source(len(text.splitlines()), [], [], [], set())
-    for node in nodes:
+    statements = [*walked(ast.parse(text))]
+    typed = [
+        each for each in statements if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"
+    ]
+    unloaded = {inner for guard in typed for statement in guard.body for inner in walked(statement)}
+    found = Source(len(text.splitlines()), [], [], [])
+    for node in statements:
         if isinstance(node, ast.Import | ast.ImportFrom):
             above = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
             found.imports.extend(f"{above}{alias.name}" for alias in node.names)
             found.loaded.extend(f"{above}{alias.name}" for alias in node.names if node not in unloaded)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.functions.append((node.name, node.lineno, (node.end_lineno or 0) - node.lineno + 1))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
-            found.words.add(node.value)
-        if not isinstance(node, ast.Constant | ast.alias):
-            found.words.update(value for _, value in ast.iter_fields(node) if isinstance(value, str))
     return found
+
+
+def walked(above: ast.AST) -> Iterator[ast.AST]:
+    """A statement and those below it, without their expressions, which are most of a tree."""
+    yield above
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(above, part, ()):
+            yield from walked(statement)
+
+
+def words(path: Path) -> set[str]:
+    """The identifiers and the texts of a file, but docstrings."""
+    nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
+    docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docs]
+    named = [node for node in nodes if not isinstance(node, ast.Constant | ast.alias)]
+    values = [*texts, *(value for node in named for _, value in ast.iter_fields(node))]
+    return {value for value in values if isinstance(value, str)}
 
 
 def library(name: str) -> str:
@@ -282,8 +294,8 @@ WORDS = re.compile("fsdp|megatron|sglang|vllm", re.IGNORECASE)
 
 
 def test_the_core_names_no_backend() -> None:
-    words = [(module, word) for module, path in CORE.items() for word in read(path).words]
-    wrong = [f"meshrl.{module}: {word!r}" for module, word in words if WORDS.search(word.replace("`vllm serve ", ""))]
+    found = [(module, word) for module, path in CORE.items() for word in words(path)]
+    wrong = [f"meshrl.{module}: {word!r}" for module, word in found if WORDS.search(word.replace("`vllm serve ", ""))]
     assert not wrong, listed(wrong)
 
 
