@@ -27,6 +27,8 @@ from tests.backends.material import ModelOf, Warm, changed, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
+FEW = 16
+"""Rows of a step of four ranks, whose profiles take long to read."""
 WORK = Workload({"dp": 1}, PROMPT, COMPLETION, ROWS, N, gpu=0)
 LLAMA = rl.NewModel(
     characters="".join(map(chr, range(0x4E00, 0x4E00 + 1500))),
@@ -294,8 +296,8 @@ async def test_a_split_policys_memory_is_told_within_a_tenth(
         model, axes, changes = CASES[case]
         table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}
         config = rl.PolicyConfig.model_validate(table)
-        before = await teller.before(config, Workload(axes, PROMPT, COMPLETION, ROWS, N, gpu=0))
-        taken = await (await four.shape(**axes).spawn(Measured)).taken(config, ROWS // axes["dp"])
+        before = await teller.before(config, Workload(axes, PROMPT, COMPLETION, FEW, N, gpu=0))
+        taken = await (await four.shape(**axes).spawn(Measured)).taken(config, FEW // axes["dp"])
         measured = int(np.mean(taken) if model == "experts" else np.max(taken))
         if before != pytest.approx(measured, rel=0.1):
             apart[case] = before, measured
