@@ -83,7 +83,7 @@ async def test_weights_come_whole_to_each_machine_also_after_one_on_the_way_died
     assert await taken.take(await made.weights(8)) == (8, COLLECTIVES)
 
     while await at(taken, dp=1).hands_on():  # noqa: ASYNC110 -- on the rank, for some seconds
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)  # to look takes a core
     assert await at(taken, dp=2).take(late) == (5, COLLECTIVES)
 
 
