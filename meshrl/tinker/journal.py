@@ -41,7 +41,7 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
 
 Record: TypeAlias = Asked | Answered
 
-_encoder: Final = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder(order="deterministic")
 _decoder: Final = msgspec.msgpack.Decoder(Record)
 
 
@@ -77,16 +77,13 @@ class Journal:
         """
         return records_in(self._folder, state)
 
-    def add(self, record: Record) -> Place:
-        """Write a record.
-
-        Keeps nothing of it, and raises OSError if the disk is full, and DataError if it could not be read again.
-        """
+    def add(self, record: bytes) -> Place:
+        """Write a record, as `packed` returns it. OSError, and nothing of it is kept, if the disk is full."""
         place = _added(self._file, record)
         self.nbytes = self._file.tell()
         return place
 
-    def begin(self, start: int, kept: int, first: Iterable[Record]) -> None:
+    def begin(self, start: int, kept: int, first: Iterable[bytes]) -> None:
         """Begin a file for what follows the request `start`, and remove files that end before the request `kept`.
 
         `first`: its first records. If they cannot be written, OSError, and the journal stays in the file that it had.
@@ -99,7 +96,7 @@ class Journal:
         try:
             for record in first:
                 _added(begun, record)
-        except (DataError, OSError):
+        except OSError:
             begun.close()
             path.unlink()
             raise
@@ -131,12 +128,17 @@ def _starts(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("journal-")) for path in folder.glob("journal-*"))
 
 
-def _added(file: "_Appended", record: Record) -> Place:
+def packed(record: Record) -> bytes:
+    """Return a record's bytes, the same for equal ones. DataError if it could not be read again."""
     raw = _encoder.encode(record)
     try:
         _decoder.decode(raw)
     except msgspec.DecodeError as error:
         raise DataError(f"request {record.number} cannot be kept: {error}") from error
+    return raw
+
+
+def _added(file: "_Appended", raw: bytes) -> Place:
     start = file.append(_HEAD.pack(len(raw), xxh3_64_intdigest(raw)) + raw) + _HEAD.size
     return Place(file.path, start, len(raw))
 

@@ -15,11 +15,9 @@ from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
-import msgspec
-
 from meshrl import log
 from meshrl.errors import DataError, described
-from meshrl.tinker.journal import Answered, Asked, Journal, Place, record_at
+from meshrl.tinker.journal import Answered, Asked, Journal, Place, packed, record_at
 from meshrl.tinker.requests import OptimStep, Pass, Request
 from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.rows import Size, size_of
@@ -28,7 +26,6 @@ _UNTOLD_BYTES: Final = 1 << 24
 """Size of the results of a model that are kept for longer because nobody has asked for them."""
 _AGAIN: Final = 1.0
 """Seconds until it is tried again to write a result that the disk did not take."""
-_encoder: Final = msgspec.msgpack.Encoder(order="sorted")
 
 
 class Conflict(DataError):
@@ -97,7 +94,7 @@ class ModelQueue:
         for record, place in self.journal.records():
             if isinstance(record, Asked):
                 asked[record.number] = Pending(record.number, record.request, place.size)
-                self._digests[record.number] = _digest(record.request)
+                self._digests[record.number] = _digest(packed(record))
             else:
                 self._results[record.number] = place
         self.next = state + 1
@@ -133,7 +130,8 @@ class ModelQueue:
 
         Raises Conflict if another one has its number, Busy if there is no room, and DataError if it cannot be kept.
         """
-        digest = _digest(request)
+        record = packed(Asked(number, request))
+        digest = _digest(record)
         known = self._digests.get(number)
         if known is not None and known != digest:
             raise Conflict(
@@ -141,16 +139,15 @@ class ModelQueue:
             )
         if known is not None or number < self.next:
             return False
-        nbytes = len(msgspec.msgpack.encode(request))
         # The one that the others wait for is always let in.
-        self._room.take(self.tenant, nbytes, known=number == self.next)
+        self._room.take(self.tenant, len(record), known=number == self.next)
         try:
-            self.journal.add(Asked(number, request))
-        except (DataError, OSError):
-            self._room.give(self.tenant, nbytes)
+            self.journal.add(record)
+        except OSError:
+            self._room.give(self.tenant, len(record))
             raise
         self._digests[number] = digest
-        self._waiting[number] = Pending(number, request, nbytes)
+        self._waiting[number] = Pending(number, request, len(record))
         return True
 
     @property
@@ -178,7 +175,7 @@ class ModelQueue:
 
         If it cannot be written, OSError, and the request stays begun: its result must not be told before.
         """
-        self._results[pending.number] = self.journal.add(Answered(pending.number, result))
+        self._results[pending.number] = self.journal.add(packed(Answered(pending.number, result)))
         del self._waiting[pending.number]
         self._begun = None
         self.next = pending.number + 1
@@ -207,9 +204,8 @@ class ModelQueue:
         leaving = [each for each in self._digests if each <= before]
         for number in leaving:
             self._keep_untold(number)
-        self.journal.begin(
-            state, before, [Asked(number, self._waiting[number].request) for number in sorted(self._waiting)]
-        )
+        waiting = [packed(Asked(number, self._waiting[number].request)) for number in sorted(self._waiting)]
+        self.journal.begin(state, before, waiting)
         self.state, self.steps = state, 0
         for number in leaving:
             self._digests.pop(number)
@@ -244,8 +240,8 @@ class ModelQueue:
         return record.result if isinstance(record, Answered) else Failure("the result has been removed", "server")
 
 
-def _digest(request: Request) -> bytes:
-    return hashlib.blake2b(_encoder.encode(request), digest_size=16).digest()
+def _digest(record: bytes) -> bytes:
+    return hashlib.blake2b(record, digest_size=16).digest()
 
 
 class Room:

@@ -15,7 +15,7 @@ from tinker import types
 from meshrl import Policy, Run, RunConfig, Sampler
 from meshrl.errors import Damaged, DataError
 from meshrl.tinker import ServedConfig
-from meshrl.tinker.journal import Asked, Journal
+from meshrl.tinker.journal import Asked, Journal, packed
 from meshrl.tinker.library import Session
 from meshrl.tinker.models import Models, WholeModels
 from meshrl.tinker.queues import Room
@@ -188,7 +188,7 @@ async def test_a_request_that_failed_has_changed_nothing(model: str, tmp_path: P
 async def test_a_request_that_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with pytest.raises(DataError, match="request 1 cannot be kept"):
-        journal.add(Asked(1, Refused(MODEL, 2**31, "bad")))
+        journal.add(packed(Asked(1, Refused(MODEL, 2**31, "bad"))))
     assert not list(journal.records())
     journal.close()
 
@@ -230,14 +230,14 @@ def test_a_client_goes_on_with_a_server_that_began_again(model: str, tmp_path: P
 async def test_a_journal_whose_end_was_cut_is_read_and_one_that_was_changed_is_not(damage: str, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(3):
-        journal.add(Asked(number, rows(number)))
+        journal.add(packed(Asked(number, rows(number))))
     journal.close()
     (path,) = tmp_path.iterdir()
     raw = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(raw[:-5])
         again = Journal(tmp_path)
-        again.add(Asked(7, rows(7)))
+        again.add(packed(Asked(7, rows(7))))
         assert [record.number for record, _ in again.records()] == [0, 1, 7]
         again.close()
     else:

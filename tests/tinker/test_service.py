@@ -13,7 +13,7 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.remote import Call, Packed
 from meshrl.tinker import ServedConfig, queues
-from meshrl.tinker.journal import Answered, Asked, Journal, Place, Record
+from meshrl.tinker.journal import Answered, Asked, Journal, Place, packed
 from meshrl.tinker.library import Session
 from meshrl.tinker.queues import Busy, ModelQueue, Pending, Room
 from meshrl.tinker.requests import Adam, Create, OptimStep
@@ -77,8 +77,8 @@ async def test_a_disk_that_is_full_holds_results_back_and_ends_nothing(
     models.full = True
     add = Journal.add
 
-    def full(journal: Journal, record: Record) -> Place:
-        if isinstance(record, Answered) and left[0]:
+    def full(journal: Journal, record: bytes) -> Place:
+        if b"answered" in record and left[0]:
             left[0] -= 1
             raise OSError(28, "No space left on device")
         return add(journal, record)
@@ -157,11 +157,11 @@ async def test_what_came_after_a_state_is_read_without_what_came_before(cut: boo
     journal = Journal(tmp_path, keeps=True)
     steps = [Asked(number, OptimStep("m", number, Adam())) for number in range(3)]
     for each in steps:
-        journal.add(each)
+        journal.add(packed(each))
     for number in range(2):
-        journal.add(Answered(number, Plain({})))
-    journal.begin(1, -1, [] if cut else steps[2:])
-    journal.add(Answered(2, Plain({})))
+        journal.add(packed(Answered(number, Plain({}))))
+    journal.begin(1, -1, [] if cut else [packed(steps[2])])
+    journal.add(packed(Answered(2, Plain({}))))
     queue = ModelQueue("m", "default", journal, Room(10, 1 << 20, lambda _: 10))
     queue.restore(1)
     if not cut:
