@@ -196,8 +196,14 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" > $$($(@D)/bin/python -c "$(SITE)")/venv.pth
 	@touch $@
 
-.venv-cookbook/.done .venv-verifiers/.done: .venv-%/.done: requirements-%.txt
+.venv-cookbook/.done: requirements-cookbook.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --no-deps --requirement $<
+	@touch $@
+
+# Harbor and NeMo Gym need Python 3.12. The other tests do not.
+.venv-verifiers/.done: requirements-verifiers.txt
+	test -x $(@D)/bin/python || $(or $(call PYTHON_AT,3.12),$(PYTHON)) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@
 

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import count, islice
@@ -47,6 +48,9 @@ class Worker:
                 "JSON: drop exclude=True"
             )
         self._seats = [*import_module("verifiers.v1.configs.agent").agent_config_fields(self._env.config)]
+        self._turn: AbstractAsyncContextManager[Any] = (
+            asyncio.Lock() if _shares_folders(self._env, self._task) else nullcontext()
+        )
         _share_connections()
         self._numbers = count()
         self.ended: asyncio.Event = asyncio.Event()
@@ -93,7 +97,8 @@ class Worker:
             data = self._task.data_type().model_validate(request["task"])
             (slot,) = self._env.slots(self._task(data, self._env.config.taskset.task))
             context = self._library.ModelContext(model=request["model"], client=client)
-            episode = await self._env.run_slot(slot, context)
+            async with self._turn:
+                episode = await self._env.run_slot(slot, context)
         finally:
             del os.environ[variable]
         if not self._env.complete(episode):
@@ -123,6 +128,22 @@ class Worker:
 
 class _Failed(Exception):
     """An episode failed. The message is all there is to tell."""
+
+
+def _shares_folders(env: Any, task: type) -> bool:
+    """Whether all episodes are graded in the same folders: Harbor's have fixed paths, which containers set apart."""
+    harbor: Any = sys.modules.get("verifiers.v1.tasksets.harbor")
+    if harbor is None or not issubclass(task, harbor.HarborTask):
+        return False
+    fields = [getattr(env.config, name) for name in type(env.config).model_fields]
+    if "subprocess" not in [runtime.type for each in fields if (runtime := getattr(each, "runtime", None))]:
+        return False
+    if not isinstance(env, harbor.HarborEnv):
+        raise ValueError(
+            f"{type(env).__name__} may grade several attempts at once in /tests and /logs of this machine: Harbor's "
+            'tasks need a container, such as env.agent.runtime.type = "docker"'
+        )
+    return True
 
 
 def _row(data: Any) -> Json:

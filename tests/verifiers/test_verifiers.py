@@ -7,18 +7,13 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from meshrl import Batch, Sampling, Task, TaskConfig
 from meshrl.agents import Agent, AgentConfig, Agents, Episode, Gateway
@@ -29,6 +24,7 @@ from tests.agents.talks import ASSISTANT, END, ChatML, line, merged
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verifiers/bin/python"
+PACKAGES = next((ROOT / ".venv-verifiers").glob("lib/python*/site-packages"), ROOT)
 PROGRAMS = Path(__file__).parent / "programs"
 HERE: dict[str, Any] = {"runtime": {"type": "subprocess"}}
 SAMPLING = Sampling(max_tokens=1000)
@@ -192,23 +188,30 @@ def test_what_is_missing_is_named() -> None:
         first_row("verifiers:spelling", {"python": "nowhere/bin/python"})
     with pytest.raises(ConfigError, match=r"cannot be loaded by .*: taskset 'speling' not found"):
         first_row("verifiers:speling", options())
+    with pytest.raises(ConfigError, match="Harbor's tasks need a container"):
+        first_row("verifiers:harbor", options(id="best-of-n", agent=HERE))
 
 
 @contextmanager
-def openenv_server() -> Generator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with subprocess.Popen([PYTHON, "-P", PROGRAMS / "open_guess.py", str(port)]) as process:
+def served(process: subprocess.Popen[str], port: Callable[[], int]) -> Generator[str]:
+    """The address of a server that a process starts."""
+    with process:
         try:
             while process.poll() is None:
                 try:
-                    socket.create_connection(("127.0.0.1", port)).close()
+                    socket.create_connection(("127.0.0.1", port())).close()
                     break
-                except ConnectionRefusedError:
+                except (ConnectionRefusedError, FileNotFoundError, ValueError):
                     pass
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port()}"
         finally:
             process.terminate()
+
+
+def openenv_server() -> AbstractContextManager[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return served(subprocess.Popen([PYTHON, "-P", PROGRAMS / "open_guess.py", str(port)], text=True), lambda: port)
 
 
 async def test_an_openenv_server_plays_the_user() -> None:
@@ -220,43 +223,91 @@ async def test_an_openenv_server_plays_the_user() -> None:
     assert learned(episode.rows) == [f"5{END}3{END}"]
 
 
-@asynccontextmanager
-async def nemo_gym_server() -> AsyncGenerator[str]:
-    """What a resource server of NeMo Gym answers: its own package needs Python 3.12 and another release of mcp."""
-
-    async def seed(_: Request) -> JSONResponse:
-        return JSONResponse({})
-
-    async def weather(request: Request) -> JSONResponse:
-        return JSONResponse({"weather": f"{(await request.json())['city']} is cold"})
-
-    async def verify(request: Request) -> JSONResponse:
-        body = await request.json()
-        said = [each["content"][0]["text"] for each in body["response"]["output"] if each["type"] == "message"]
-        return JSONResponse({**body, "reward": float("cold" in said[-1]), "cities": 1})
-
-    endpoints = {"seed_session": seed, "get_weather": weather, "verify": verify}
-    app = Starlette(routes=[Route(f"/{name}", each, methods=["POST"]) for name, each in endpoints.items()])
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        serving = asyncio.create_task(server.serve([listening]))
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        await serving
+def nemo_gym_server(name: str, folder: Path) -> AbstractContextManager[str]:
+    """The library's own script that serves a resource server of NeMo Gym, and writes the port that it chose."""
+    script = PACKAGES / "verifiers/v1/tasksets/nemo_gym/server.py"
+    env = {**os.environ, "NEMO_GYM_RESOURCE_SERVER": name}
+    process = subprocess.Popen([PYTHON, "-P", script], env=env, cwd=folder, text=True)
+    return served(process, lambda: int((folder / "nemo_gym.port").read_text()))
 
 
-async def test_tools_and_rewards_of_a_nemo_gym_server(tmp_path: Path) -> None:
-    tool = {
-        "type": "function",
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    }
-    asks = {"input": [{"role": "user", "content": "The weather in Rome?"}], "tools": [tool]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"responses_create_params": asks}), "utf-8")
-    async with nemo_gym_server() as url:
-        taskset = {"dataset": str(tmp_path / "rows.jsonl"), "task": {"resources_url": url}}
+@pytest.mark.skipif(not (PACKAGES / "nemo_gym").exists(), reason="nemo-gym needs Python 3.12")
+async def test_a_nemo_gym_server_has_the_tools_and_the_reward(tmp_path: Path) -> None:
+    example = "resources_servers/example_session_state_mgmt"
+    with nemo_gym_server(f"{example.replace('/', '.')}.app:StatefulCounterResourcesServer", tmp_path) as url:
+        taskset = {"dataset": str(PACKAGES / example / "data/example.jsonl"), "task": {"resources_url": url}}
         given = options(taskset=taskset, agent={**HERE, "harness": {"id": "loop"}})
-        episode, asked = await played("verifiers:nemo_gym", given, [called("get_weather", city="Rome"), "It is cold."])
-    assert (episode.error, episode.reward) == (None, 1.0)
-    assert episode.metrics == {"cities": 1.0, "nemo_gym": 1.0}
-    assert "Rome is cold" in asked[1]
+        calls = [called("increment_counter", count=1), called("increment_counter", count=2)]
+        episode, asked = await played("verifiers:nemo_gym", given, [*calls, called("get_counter_value"), "6"])
+        assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 4)
+        assert '{"count":6}' in asked[3]
+        other, _ = await played("verifiers:nemo_gym", given, [calls[0], "6"])
+        assert (other.error, other.reward) == (None, 0.0)
+
+
+BOX = """#!/bin/sh
+# Runs Python where /logs and /tests are empty, and all other folders are the machine's.
+exec unshare --map-root-user --mount sh -c '
+mount -t tmpfs none "$0"
+for each in /*; do
+    if [ -L "$each" ]; then cp -P "$each" "$0"
+    elif [ -d "$each" ]; then mkdir "$0$each"; mount --rbind "$each" "$0$each"; fi
+done
+for each in logs tests; do mkdir -p "$0/$each"; mount -t tmpfs none "$0/$each"; done
+exec chroot "$0" env --chdir "$PWD" {python} "$@"' {root} "$@"
+"""
+
+
+def run(*command: str) -> int:
+    return subprocess.call(command, stderr=subprocess.DEVNULL)
+
+
+def harbor_dataset(folder: Path) -> dict[str, str]:
+    """A dataset of one task, in a repository of its own: the repository's last word is what Harbor downloads."""
+    registered = {"name": "greet", "path": "greet", "git_url": str(folder)}
+    dataset = {"name": "greetings", "version": "1", "description": "", "tasks": [registered]}
+    files = {
+        "greet/instruction.md": "Write hello to greeting.txt.",
+        "greet/task.toml": 'version = "1.0"',
+        "greet/tests/test.sh": f"grep -c hello greeting.txt > /logs/verifier/reward.txt; touch {folder.parent}/graded",
+        "registry.json": json.dumps([dataset]),
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    git = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@localhost"]
+    for command in (["init"], ["add", "."], ["commit", "--message", "Greet"]):
+        assert run(*git, *command) == 0
+    return {"dataset": "greetings", "registry_path": str(folder / "registry.json")}
+
+
+@pytest.mark.skipif(not (PACKAGES / "harbor").exists(), reason="harbor needs Python 3.12")
+@pytest.mark.skipif(
+    sys.platform != "linux" or run("unshare", "--map-root-user", "--mount", "true") != 0,
+    reason="no namespace of mounts here",
+)
+async def test_the_script_of_a_harbor_task_is_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # Harbor has a cache there
+    monkeypatch.setenv("HARBOR_TELEMETRY", "off")
+    box, root = tmp_path / "python", tmp_path / "root"
+    box.write_text(BOX.format(python=PYTHON, root=root), "utf-8")
+    box.chmod(0o755)
+    root.mkdir()
+    taskset = harbor_dataset(tmp_path / "tasks")
+    graded, before = tmp_path / "graded", list[bool]()
+
+    def says(command: str) -> Callable[[str], str]:
+        def say(_: str) -> str:
+            before.append(graded.exists())
+            return command
+
+        return say
+
+    given = {"python": str(box), "env": {"taskset": taskset, "agent": {**HERE, "harness": {"id": "shell"}}}}
+    commands = ["echo hello > greeting.txt", "touch greeting.txt"]
+    plays = [played("verifiers:harbor", given, says(command)) for command in commands]
+    (hello, asked), (empty, _) = await asyncio.gather(*plays)
+    assert "Write hello" in asked[0]
+    assert [(each.error, each.reward) for each in (hello, empty)] == [(None, 1.0), (None, 0.0)]
+    assert learned(hello.rows) == [f"{commands[0]}{END}"]
+    assert before == [False, True]  # they share folders, so one waits for the other's reward
