@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
-
 from meshrl.errors import DataError, MeshrlError, described
 from meshrl.remote import Call
 from meshrl.roles import Policy, Sampler
 from meshrl.run import Run, is_machine_fault
 from meshrl.tinker.config import ServedConfig
-from meshrl.tinker.journal import Asked, Journal, records_in
+from meshrl.tinker.journal import Answered, Asked, Journal, packed, records_in
 from meshrl.tinker.models import models_of, tables_of
 from meshrl.tinker.queues import ModelQueue, Room
 from meshrl.tinker.requests import Load, OptimStep, Pass, Request
@@ -68,13 +66,13 @@ async def _model(service: Service, tenant: str, model: str, scratch: Path) -> Re
             continue
         compared += 1
         try:
-            now: Result | None = await service.repeated(queue, request)
+            now = await service.repeated(queue, request)
         except (MeshrlError, OSError) as error:
             if is_machine_fault(error):
                 raise
             differences.append(f"request {number} of {model} fails now: {described(error)}")
             break
-        if msgspec.msgpack.encode(now) != msgspec.msgpack.encode(before):
+        if packed(Answered(number, now)) != packed(Answered(number, before)):
             differences.append(f"request {number} of {model} has another result")
     await service.models.drop(model)
     queue.journal.close()
