@@ -317,19 +317,14 @@ def simulate(
 
 
 def _run(main: Callable[[], Coroutine[object, object, T]], loop: VirtualLoop) -> T:
-    collecting, frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    collecting = gc.isenabled()
     gc.disable()  # automatic collections finalise generators, and so schedule callbacks, at places that no seed chooses
-    if not frozen:
-        gc.freeze()  # a collection looks at what the program has made, not at all libraries
     try:
         result = loop.run_until_complete(main())
         _settle(loop)
         return result
     finally:
         _end(loop)
-        if not frozen:
-            gc.collect()  # what it has left, before it counts among what was there
-            gc.unfreeze()
         if collecting:
             gc.enable()
 
@@ -347,9 +342,7 @@ def _settle(loop: VirtualLoop) -> None:
     for turn in range(10):  # the end of one may release the next
         if not generators:
             break
-        if turn == 9:
-            gc.unfreeze()  # something that was there before may hold it
-        gc.collect()  # for unreachable cycles
+        gc.collect(min(turn, 2))  # for unreachable cycles, of which most are young
         loop.run_until_complete(asyncio.sleep(0))
     if generators:
         names = sorted(str(getattr(each, "__qualname__", each)) for each in generators)
