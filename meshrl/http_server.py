@@ -1,5 +1,6 @@
 """What servers of HTTP in this process have in common: the page of a run, the gateway, and the Tinker API."""
 
+import gc
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,6 +17,17 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Do nothing."""
         yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve. Garbage collections pass over what was there before, which is mostly libraries and stays."""
+        is_first = gc.get_freeze_count() == 0
+        if is_first:
+            gc.freeze()
+        try:
+            await super().serve(sockets)
+        finally:
+            if is_first:
+                gc.unfreeze()
 
 
 def listen(host: str, port: int, remedy: str = "take another port") -> socket.socket:
