@@ -10,13 +10,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(2, 5, 64), (33, 64), (64,), (1, 0, 64)])
+@pytest.mark.parametrize("shape", [(2, 5, 512), (33, 512), (512,), (1, 0, 512)])
 def test_a_linear_layer_computes_what_torchs_own_does_in_float64(
     shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     torch.manual_seed(0)
-    plain, states = nn.Linear(64, 48, bias=bias), torch.randn(shape)
+    plain, states = nn.Linear(512, 256, bias=bias), torch.randn(shape)
     fast = copy.deepcopy(plain)
     use_onednn(fast)
     assert type(fast) is not nn.Linear
@@ -37,9 +37,16 @@ def test_a_linear_layer_computes_what_torchs_own_does_in_float64(
 
 def test_a_frozen_layer_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    layer = nn.Linear(8, 8).requires_grad_(False)
+    layer = nn.Linear(512, 512).requires_grad_(False)
     use_onednn(layer)
-    states = torch.ones(3, 8, requires_grad=True)
+    states = torch.ones(3, 512, requires_grad=True)
     layer(states).sum().backward()
     assert layer.weight.grad is None
-    torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(3, 8))
+    torch.testing.assert_close(states.grad, layer.weight.sum(0).expand(3, 512))
+
+
+def test_a_small_layer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    layer = nn.Linear(128, 512)
+    use_onednn(layer)
+    assert type(layer) is nn.Linear
