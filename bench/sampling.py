@@ -58,7 +58,7 @@ def main() -> None:
                 figure(f"{lengths}, {slots} slots: {name}", value, "tokens/CPU s", waiting)
                 for name, value in speeds.items()
             ]
-    figures += constrained(3 * options.rounds)  # two short turns differ by less than the speed of a core does
+    figures += constrained(3 * options.rounds)  # a core's speed varies by more than a schema costs
     report("sampling", figures, options.json)
 
 

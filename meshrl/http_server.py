@@ -4,6 +4,7 @@ import gc
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import uvicorn
 
@@ -13,20 +14,28 @@ from meshrl.errors import ConfigError
 class HttpServer(uvicorn.Server):
     """A server that leaves signals to the command or the script."""
 
+    _serving: ClassVar[int] = 0
+    """Number of servers in this process."""
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Do nothing."""
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve. Garbage collections pass over what was there before, which is mostly libraries and stays."""
-        is_first = gc.get_freeze_count() == 0
-        if is_first:
+        """Serve. Until the last server ends, garbage collections pass over what was there before the first.
+
+        That is mostly libraries. What of it is dropped in a cycle stays in memory until then.
+        """
+        if not HttpServer._serving:
+            gc.collect()
             gc.freeze()
+        HttpServer._serving += 1
         try:
             await super().serve(sockets)
         finally:
-            if is_first:
+            HttpServer._serving -= 1
+            if not HttpServer._serving:
                 gc.unfreeze()
 
 

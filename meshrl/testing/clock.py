@@ -319,6 +319,7 @@ def simulate(
 def _run(main: Callable[[], Coroutine[object, object, T]], loop: VirtualLoop) -> T:
     collecting = gc.isenabled()
     gc.disable()  # automatic collections finalise generators, and so schedule callbacks, at places that no seed chooses
+    gc.collect(1)  # so that what is young is the program's
     try:
         result = loop.run_until_complete(main())
         _settle(loop)
@@ -339,10 +340,12 @@ def _settle(loop: VirtualLoop) -> None:
         tasks = "\n  ".join(_standing(left))
         raise LeftRunning(f"the program has ended, but these tasks have not: await or cancel them:\n  {tasks}")
     generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
-    for turn in range(10):  # the end of one may release the next
+    generation = 0 if loop._collecting == _COLLECT else 2  # noqa: SLF001 -- a collection has made what it left old
+    for _ in range(10):  # the end of one may release the next
         if not generators:
             break
-        gc.collect(min(turn, 2))  # for unreachable cycles, of which most are young
+        gc.collect(generation)  # for unreachable cycles
+        generation = 2
         loop.run_until_complete(asyncio.sleep(0))
     if generators:
         names = sorted(str(getattr(each, "__qualname__", each)) for each in generators)

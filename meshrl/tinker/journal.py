@@ -130,10 +130,10 @@ def _starts(folder: Path) -> list[int]:
 
 def packed(record: Record) -> bytes:
     """Return a record's bytes, the same for equal ones. DataError if it could not be read again."""
-    raw = _encoder.encode(record)
     try:
+        raw = _encoder.encode(record)
         _decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, TypeError) as error:
         raise DataError(f"request {record.number} cannot be kept: {error}") from error
     return raw
 

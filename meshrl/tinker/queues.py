@@ -204,7 +204,7 @@ class ModelQueue:
         leaving = [each for each in self._digests if each <= before]
         for number in leaving:
             self._keep_untold(number)
-        waiting = [packed(Asked(number, self._waiting[number].request)) for number in sorted(self._waiting)]
+        waiting = (packed(Asked(number, self._waiting[number].request)) for number in sorted(self._waiting))
         self.journal.begin(state, before, waiting)
         self.state, self.steps = state, 0
         for number in leaving:

@@ -1,6 +1,7 @@
 """The gateway, by the real client: what agents are told, who waits for whom, and what is refused or given up."""
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -545,3 +546,22 @@ def test_a_url_that_nobody_serves_is_told_with_what_to_do(play: Callable[[Any], 
                 await agents[2].play(gateway, {}, Sampling(max_tokens=10))
 
     play(main)
+
+
+async def test_collections_pass_over_what_was_there_before_until_the_last_server_ends() -> None:
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[None]:
+        async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway, httpx2.AsyncClient() as http:
+            assert (await http.get(gateway.open(SAMPLING).url)).status_code >= 400
+            yield
+
+    counts = [gc.get_freeze_count()]
+    async with serving():
+        counts.append(gc.get_freeze_count())
+        async with serving():
+            pass
+        counts.append(gc.get_freeze_count())
+    counts.append(gc.get_freeze_count())
+    before, *while_serving, after = counts
+    assert before == after
+    assert min(while_serving) > before + 10_000

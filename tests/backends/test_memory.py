@@ -294,7 +294,7 @@ async def test_a_split_policys_memory_is_told_within_a_tenth(
     folders = {name: model_of(shape, noise=0) for name, shape in SHAPES.items()}
     for case in cases:
         model, axes, changes = CASES[case]
-        table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 500, **changes}
+        table = {"model": folders[model], "backend": "megatron", "micro_batch_tokens": 250, **changes}
         config = rl.PolicyConfig.model_validate(table)
         before = await teller.before(config, Workload(axes, PROMPT, COMPLETION, FEW, N, gpu=0))
         taken = await (await four.shape(**axes).spawn(Measured)).taken(config, FEW // axes["dp"])

@@ -195,6 +195,33 @@ def test_what_is_left_running_is_an_error() -> None:
     gc.unfreeze()
 
 
+def test_a_failure_is_told_that_a_cycle_has_held_for_long() -> None:
+    class Box:
+        def __init__(self, held: object) -> None:
+            self.held, self.itself = held, self
+
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+
+    async def failing() -> None:
+        raise ValueError("unlucky")
+
+    async def careless() -> None:
+        lost: Box | None = Box(asyncio.create_task(failing()))
+        for _ in range(60_000):  # until a collection has run
+            await asyncio.sleep(0.001)
+        del lost
+        stream = numbers()
+        Box(stream)
+        await anext(stream)
+
+    gc.freeze()
+    with pytest.raises(LeftRunning, match="unlucky"):
+        simulate(careless)
+    gc.unfreeze()
+
+
 def test_time_outs_threads_of_functions_and_meshes_without_cores_work() -> None:
     class Echo(Actor):
         @endpoint

@@ -10,9 +10,9 @@ pytest.importorskip("tinker", reason="the SDK of the Tinker API is the client of
 from tests.tinker.served import served, table
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _connections() -> Iterator[None]:
-    """What the SDK leaves goes before the filter of warnings does."""
+    """What the SDK leaves goes before the filter of warnings does, and not in tests of others."""
     yield
     gc.collect()
 

@@ -18,7 +18,7 @@ from meshrl.tinker import ServedConfig
 from meshrl.tinker.journal import Asked, Journal, packed
 from meshrl.tinker.library import Session
 from meshrl.tinker.models import Models, WholeModels
-from meshrl.tinker.queues import Room
+from meshrl.tinker.queues import ModelQueue, Room
 from meshrl.tinker.requests import Adam, Create, Datum, Load, OptimStep, Pass, Refused, Request, Save, Tensor
 from meshrl.tinker.results import Failure, Result
 from meshrl.tinker.service import Service
@@ -187,9 +187,11 @@ async def test_a_request_that_failed_has_changed_nothing(model: str, tmp_path: P
 
 async def test_a_request_that_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
+    queue = ModelQueue(MODEL, "default", journal, Room(1, 1 << 20, lambda _: 1))
     with pytest.raises(DataError, match="request 1 cannot be kept"):
-        journal.add(packed(Asked(1, Refused(MODEL, 2**31, "bad"))))
+        queue.add(1, Refused(MODEL, 2**31, "bad"))
     assert not list(journal.records())
+    assert queue.add(1, Refused(MODEL, 1, "good")), "nothing was taken for the other"
     journal.close()
 
 

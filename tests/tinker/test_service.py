@@ -1,6 +1,7 @@
 """What the service does when a disk is full, a client is gone, or results are fetched late. Its models do nothing."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -176,8 +177,8 @@ async def test_models_that_clients_are_done_with_keep_no_file_open(tmp_path: Pat
             model = made.create("default", Create("session", number, "tiny"))
             assert isinstance(await stepped(made, model, 1), Plain)
             made.unload("default", model)
-        links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-        assert len([each for each in links if each.is_relative_to(tmp_path) and each.name.startswith("journal-")]) <= 2
+        links = map(os.path.realpath, Path("/proc/self/fd").iterdir())  # other threads may close theirs meanwhile
+        assert len([each for each in links if each.startswith(f"{tmp_path}/") and "journal-" in each]) <= 2
         model = "session:train:0"
         assert isinstance(await made.queue("default", model).result(1, 60), Plain)
         assert isinstance(await stepped(made, model, 2), Plain)
