@@ -550,7 +550,7 @@ def test_a_url_that_nobody_serves_is_told_with_what_to_do(play: Callable[[Any], 
 
 async def test_collections_pass_over_what_was_there_before_until_the_last_server_ends() -> None:
     @asynccontextmanager
-    async def serving() -> AsyncIterator[None]:
+    async def serving() -> AsyncGenerator[None]:
         async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway, httpx2.AsyncClient() as http:
             assert (await http.get(gateway.open(SAMPLING).url)).status_code >= 400
             yield
