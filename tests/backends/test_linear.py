@@ -1,10 +1,14 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshrl as rl
 from meshrl_torch.model.linear import use_onednn
+from meshrl_torch.train.one_rank import TorchPolicy
+from tests.backends.test_memory import rollouts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -50,3 +54,24 @@ def test_a_small_layer_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(128, 512)
     use_onednn(layer)
     assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("lora", [None, rl.LoraConfig(rank=4)], ids=["whole", "adapters"])
+async def test_a_model_of_large_layers_learns_what_it_learns_with_torchs_own(
+    lora: rl.LoraConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = rl.NewModel(hidden_size=512, ffn_size=256, layers=1, heads=4, characters="abcdefghij", max_tokens=80)
+    optimizer = rl.OptimizerConfig(lr=0.01, eps=0.01)  # a gradient that is zero but for rounding moves nothing
+    config = rl.PolicyConfig(model=model, lora=lora, optimizer=optimizer)
+    found: list[dict[str, np.ndarray]] = []
+    for capability in ("AVX512", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023 -- read at once
+        policy = TorchPolicy(config)
+        before = dict((await policy.weights()).tensors)
+        await policy.update(rollouts(8), rl.ClippedLoss())
+        logprobs = (await policy.logprobs(rollouts(8))).ragged("logprobs").values
+        after = (await policy.weights()).tensors
+        assert not all(np.allclose(after[name], before[name], atol=1e-4) for name in after)
+        found.append({**after, "log-probs": logprobs})
+    for name, values in found[0].items():
+        np.testing.assert_allclose(values, found[1][name], atol=2e-5, err_msg=name)
