@@ -96,7 +96,7 @@ class Journal:
         try:
             for record in first:
                 _added(begun, record)
-        except OSError:
+        except (DataError, OSError):
             begun.close()
             path.unlink()
             raise
