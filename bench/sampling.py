@@ -6,7 +6,7 @@ The quickstart's model, 512 rows of 64 prompts, and completion lengths log-unifo
 all 72 (their mean, without anything to gain). With fewer slots than rows, a free slot is filled at once, together with
 others (an eighth of the slots, the sampler's choice), or only when all slots are free, which is waiting. Ended rows
 leave the forward pass in each case. Then the CPU time that a JSON schema of 30 fields adds to decoding 72 tokens a row,
-of a model whose characters JSON needs, in three times as many turns. About 90 seconds a round.
+of a model whose characters JSON needs, in six times as many turns. About 90 seconds a round.
 """
 
 import time
@@ -58,7 +58,7 @@ def main() -> None:
                 figure(f"{lengths}, {slots} slots: {name}", value, "tokens/CPU s", waiting)
                 for name, value in speeds.items()
             ]
-    figures += constrained(3 * options.rounds)  # a core's speed varies by more than a schema costs
+    figures += constrained(6 * options.rounds)  # a core's speed varies by more than a schema costs
     report("sampling", figures, options.json)
 
 

@@ -228,11 +228,12 @@ class Grammars:
         Both at once for each state, while the processor has it in its caches.
         """
         refused, start, size = list[int](), bits.ctypes.data, bits.strides[0]
-        for row, matcher in enumerate(matchers):
+        addresses = range(start, start + bits.nbytes, size)
+        for row, (matcher, token, address) in enumerate(zip(matchers, tokens, addresses, strict=True)):
             if matcher is None:
                 continue
-            if matcher.consume_token(tokens[row]):
-                matcher.unsafe_compute_mask_ptr(start + row * size, size)
+            if matcher.consume_token(token):
+                matcher.unsafe_compute_mask_ptr(address, size)
                 if matcher.is_error():
                     bits[row] = 0
             else:
@@ -315,8 +316,8 @@ def _denied_of_a_byte(device: torch.device) -> Tensor:
 
 def restricted(logits: Tensor, bits: Bits | Tensor) -> Tensor:
     """Return logits [tokens, vocabulary] with minus infinity at tokens that `bits` do not have."""
-    if isinstance(bits, np.ndarray) and logits.device.type == "cpu":  # where numpy unpacks bits faster
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    if logits.device.type == "cpu":  # where numpy unpacks bits faster
+        allowed = np.unpackbits(np.asarray(bits).view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         return torch.where(torch.from_numpy(allowed.view(np.bool_)), logits, -torch.inf)
     packed = torch.as_tensor(bits, device=logits.device).view(torch.uint8)
     eights = _denied_of_a_byte(logits.device).index_select(0, packed.int().flatten())
