@@ -248,13 +248,14 @@ class Decoder:
                 kept[at] = self._anew(first + at, [])
                 if kept[at] == place[at] - self._prompt[first + at] and bits[at].any():
                     kept[at] = -1
-            for at in np.flatnonzero(kept >= 0).tolist():
-                self._matchers[first + at], bits[at] = None, ALL
+                else:
+                    self._matchers[first + at], bits[at] = None, ALL
+                matchers[at] = self._matchers[first + at]
             logits = restricted(logits, bits)
         tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], own)
         if is_held:
             drawn = tokens.tolist()
-            for at in grammars_of(self._model).step(self._matchers[here].tolist(), drawn, bits):
+            for at in grammars_of(self._model).step(matchers, drawn, bits):
                 allowed = self._anew(first + at, [drawn[at]])
                 kept[at] = -1 if allowed > place[at] - self._prompt[first + at] else allowed
         new = {"tokens": tokens.numpy(), "logprobs": logprobs.numpy(), "versions": own, "experts": -1}
