@@ -225,6 +225,7 @@ class Replicas:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         results: list[T] = []
         for incarnation, task in zip(incarnations, tasks, strict=True):
             try:

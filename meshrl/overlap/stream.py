@@ -11,7 +11,7 @@ asynchronous.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -108,6 +108,8 @@ class Rollouts:
             self.ledger.floor = self._cursor.open(self, self.ledger.ahead)
         self._begun = False
         self._swapping = asyncio.Lock()
+        self._loading: asyncio.Task[None] | None = None
+        """The load that goes on after `load` has returned."""
         self._announced: list[_Ticket] = []
         self._counted: str | None = None
         """The adapter whose publications are counted, or `BASE`. None before the first one that counts."""
@@ -124,7 +126,14 @@ class Rollouts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel running rollouts."""
+        """Cancel running rollouts, after the sampler has the newest weights. Raises the error of a load that failed."""
+        try:
+            if error is None:
+                await self.loaded()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
         Rollouts.live.discard(self)
         if self._cursor:
             self._cursor.close(self)
@@ -211,14 +220,18 @@ class Rollouts:
                 self._announced.remove(ticket)
                 self.ledger.withdraw(ticket.counts)
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights, then: Callable[[], None] | None = None) -> None:
         """Give the sampler new weights, as `publish` does, once for each batch.
+
+        With `ahead` and `swap="in_flight"` it returns once the weights are on their way, and the script goes on while
+        the sampler loads them: `loaded` waits. Weights that do not last are loaded first. `then`: called after that.
 
         DataError if their version falls. From the first draw on, all are those of one adapter, or the whole model's.
         """
         ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
         try:
             async with self._swapping:
+                await self.loaded()
                 if ticket.counts:
                     self._check_adapter(weights)
                 self.ledger.check(weights.version)
@@ -226,18 +239,36 @@ class Rollouts:
                     lambda: self._decisions.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
                 )
                 self._decisions.note("publish")
+                swapping, overlaps = self._swap(weights, ticket, then), ticket.counts and self.ledger.ahead
+                if overlaps and weights.lasts and self._state.swap == "in_flight" and self in Rollouts.live:
+                    self._loading = self._state.start(swapping)
+                    self._condition.notify_all()
+                    return
                 if not self._decisions.is_free:
                     self._condition.notify_all()  # the next draw's call must find these weights
-                await self.producer.swap(weights)
+                await swapping
         except BaseException:
             self.ledger.withdraw(ticket.counts)
             raise
+
+    async def _swap(self, weights: Weights, ticket: _Ticket, then: Callable[[], None] | None) -> None:
+        await self.producer.swap(weights)
         if ticket.counts:
             self._counted = BASE if weights.adapter is None else weights.adapter.name
             self.ledger.publish(weights.version)
         if self._cursor:
             self._cursor.publish(self, weights.version, counts=ticket.counts)
+        if then is not None:
+            then()
         self._condition.notify_all()
+
+    async def loaded(self) -> None:
+        """Wait until the sampler has the weights that were published last. Raises the error of a load that failed."""
+        if (loading := self._loading) is not None:
+            await asyncio.wait([loading])
+            if loading.cancelled():
+                raise DataError("the stream of rollouts was closed while its sampler loaded weights")
+            loading.result()
 
     def _check_adapter(self, weights: Weights) -> None:
         """Raise DataError for other weights than those that the stream counts."""

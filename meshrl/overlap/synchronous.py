@@ -31,6 +31,8 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
         return [chunk async for chunk in sampler.generate(tagged, sampling)]
 
     stream = next((each for each in Rollouts.live if each.feeds_on(sampler)), None)
+    if stream:
+        await stream.loaded()
     drawn = stream.producer.replicas.outlive(draw, len(prompts)) if stream else outlive(sampler, draw)
     done = Batch.join(await drawn)
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
@@ -70,14 +72,18 @@ async def publish(
         if name is not None:
             weights = weights.named(name)
         for sampler in samplers:
-            began = to.now() if to else 0.0
+            note = partial(_note_swap, weights, requested, to.now() if to else 0.0)
             if isinstance(sampler, Rollouts):
-                await sampler.load(weights)
+                await sampler.load(weights, note)
             else:
                 await outlive(sampler, partial(load_into, sampler, weights))
-            if to:
-                to.emit(Swap(weights.version, requested, began, to.now(), weights.nbytes))
+                note()
     return weights
+
+
+def _note_swap(weights: Weights, requested: float, began: float) -> None:
+    if to := sink.get():
+        to.emit(Swap(weights.version, requested, began, to.now(), weights.nbytes))
 
 
 async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, score: Score) -> Batch:

@@ -287,6 +287,7 @@ class Run:
         is_resumed = not after and self._saved is not None and loop == self._saved.loop
         if is_resumed:
             self._begin_loop(loop, first, count)
+        await self._cursor.loaded()
         if after and self.config.checkpoint_every:
             await self._checkpoint(loop, count, wait=True)  # a run with more steps resumes from it
         if after or is_resumed:
@@ -297,6 +298,7 @@ class Run:
 
     async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
         await self._evaluations.wait()  # a run that resumes here has its results, and its error is raised after this
+        await self._cursor.loaded()
         self.recorder.account(self._cursor.account(None))  # prompts dropped by now count as used
         data = self._cursor.reached()  # before anything else continues
         sizes, once = self.recorder.sizes(), as_json(self._once)

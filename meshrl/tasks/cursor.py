@@ -141,6 +141,10 @@ class Stream(Protocol):
         """Raise DataError if it has delivered only a part of a batch. `before`: what needs the other parts first."""
         ...
 
+    async def loaded(self) -> None:
+        """Wait until the sampler has the weights that were published last."""
+        ...
+
 
 class DataCursor:
     """The position of one run in its data, from its beginning or from a checkpoint."""
@@ -262,6 +266,12 @@ class DataCursor:
         """Return the events since the last account, and the prompts in progress."""
         events, self._events = self._events, []
         return StepAccount(step, events, as_ranges(self._unfinished()), list(self._next))
+
+    async def loaded(self) -> None:
+        """Wait until the samplers of open streams have the weights that were published to them."""
+        for stream in self._streams:
+            if not isinstance(stream, int):
+                await stream.loaded()
 
     def reached(self) -> CursorState:
         """Return the present state, for a checkpoint. DataError if a stream has delivered only a part of a batch."""

@@ -91,6 +91,7 @@ class Replicas(World):
         super().__init__(seed)
         self.min_ranks, self.role, self.may_die = min_ranks, self.slow(TellingSampler), False
         self.replicas = self.random.randint(2, 4)
+        self.lives = 4  # between two publications: five deaths of one row are no accident
         inline_bytes = self.random.choice([0, 65536])
         self.engine = FragileEngine(seed, missing=min(missing, self.replicas - 1), inline_bytes=inline_bytes)
 
@@ -112,7 +113,7 @@ class Replicas(World):
 
         async def then() -> None:
             await rl.publish(witness, stream)
-            self.may_die = True
+            self.may_die, self.lives = True, 4
             if self.random.random() < 0.3:  # beside the stream, as an evaluation
                 assert len(await rl.rollout(sampler, next(prompts(1, 3)), Beside(n=2))) == 6
 
@@ -137,7 +138,8 @@ async def deaths(seed: int) -> None:
     while not running.done():
         await asyncio.wait([running], timeout=random.expovariate(0.3))
         for number in range(world.replicas):
-            if world.may_die and random.random() < 0.4:
+            if world.may_die and random.random() < 0.4 and world.lives:
+                world.lives -= 1
                 world.engine.kill(number)
     await running
 

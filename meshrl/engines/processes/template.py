@@ -8,6 +8,7 @@ of the processes that they start. The template itself gets the whole path of the
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import os
 import selectors
 import shutil
@@ -123,6 +124,7 @@ def main() -> None:
             import_module(module)
     os.environ.pop(_NVML_CHECK, None)  # the answer for a rank is CUDA's own
     os.environ.update({_NVML_CHECK: own_check} if own_check is not None else {})
+    gc.freeze()  # else the first full collection of each rank takes a fraction of a second, and copies these pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it: it ends the ranks in order
     template = Template(control)
     template.run()
