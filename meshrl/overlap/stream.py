@@ -241,7 +241,7 @@ class Rollouts:
                 self._decisions.note("publish")
                 swapping, overlaps = self._swap(weights, ticket, then), ticket.counts and self.ledger.ahead
                 if overlaps and weights.lasts and self._state.swap == "in_flight" and self in Rollouts.live:
-                    self._loading = self._state.start(swapping)
+                    self._loading = self._state.started(swapping)
                     self._condition.notify_all()
                     return
                 if not self._decisions.is_free:

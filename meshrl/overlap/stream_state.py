@@ -262,8 +262,12 @@ class StreamState:
     condition: Condition = field(default_factory=Condition)
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
-    def start(self, work: Coroutine[Never, Never, None]) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[Never, Never, None]) -> None:
         """Run a task until the stream ends. If it fails, the stream fails."""
+        _ = self.started(work)
+
+    def started(self, work: Coroutine[Never, Never, None]) -> asyncio.Task[None]:
+        """Start a task as `start` does, and return it."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)

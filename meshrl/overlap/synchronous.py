@@ -56,8 +56,9 @@ async def publish(
     if it is another one: rows that name this version keep it until the sampler drops it.
 
     With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
-    the publications and passes the weights on to its sampler. From its first batch on, these are of one adapter, or the
-    whole model's: DataError for others. Raises DataError for the sampler of an open stream.
+    the publications and passes the weights on to its sampler. With `ahead` and `swap="in_flight"` the script goes on
+    while the sampler loads them: `await stream.loaded()` waits. From the stream's first batch on, weights are of one
+    adapter, or the whole model's: DataError for others. Raises DataError for the sampler of an open stream.
     """
     to = sink.get()
     requested = to.now() if to else 0.0

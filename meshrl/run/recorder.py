@@ -76,8 +76,10 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
         batch = await batch.load(*names)
     stats: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
-        learned = sum(mask.any() for mask in batch.loss_mask)  # a row of unknown reward has no learned token
-        stats["completion_tokens"] = float(batch.loss_mask.values.sum()) / max(1, learned)
+        mask = batch.loss_mask
+        counts = np.diff(np.append(0, np.cumsum(mask.values, dtype=np.int64))[mask.offsets])
+        # A row of unknown reward has no learned token.
+        stats["completion_tokens"] = float(counts.sum()) / max(1, int(np.count_nonzero(counts)))
     elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # episodes have no other tokens
         stats["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -334,3 +335,72 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(
         assert here[: len(there)] == there
     divided = [each.owners for each in before if isinstance(each, Decision)]
     assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
+
+
+class Broken(FakeSampler):
+    async def load(self, weights: rl.Weights) -> rl.Batch:
+        if weights.version:
+            raise EngineDied("no room for weights")
+        return await super().load(weights)
+
+
+class Passing(rl.Weights):
+    @property
+    def lasts(self) -> bool:
+        return False
+
+
+class PassingPolicy(FakePolicy):
+    async def weights(self, adapter: str | None = None) -> rl.Weights:
+        whole = await super().weights(adapter)
+        return Passing(whole.version, whole.tensors)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ahead", "swap", "waits"),
+    [
+        (FakePolicy, 1, "in_flight", 0),
+        (FakePolicy, 0, "in_flight", 5),
+        (FakePolicy, 1, "drain", 5),
+        (FakePolicy, 1, "abort", 5),
+        (PassingPolicy, 1, "in_flight", 5),
+    ],
+)
+def test_the_script_goes_on_while_the_sampler_loads_weights_that_last(
+    policy: type[FakePolicy], ahead: int, swap: SwapMode, waits: float
+) -> None:
+    async def script() -> None:
+        now, trainer, sampler = asyncio.get_running_loop().time, policy(POLICY), delayed(FakeSampler, load=5.0)(SAMPLER)
+        await rl.publish(trainer, sampler)
+        async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=ahead, swap=swap) as stream:
+            await trainer.update(await anext(stream), rl.CrossEntropy())
+            began = now()
+            await rl.publish(trainer, stream)
+            assert now() - began == waits
+            batch = await anext(stream)
+            assert now() - began == waits
+            assert batch.row("staleness").max() == ahead  # the publication counts, though the weights are on their way
+            beside = await rl.rollout(sampler, next(prompts(1)), SAMPLING)
+            assert now() - began == 5
+            assert set(beside.versions.values.tolist()) <= {-1, 1}
+            await trainer.update(batch, rl.CrossEntropy())
+            await rl.publish(trainer, stream)
+        assert now() - began == 10  # the sampler has the last weights when the stream ends
+
+    simulate(script)
+
+
+def test_a_load_that_fails_while_the_script_goes_on_fails_what_comes_next() -> None:
+    async def script(*, again: bool) -> None:
+        policy, sampler = FakePolicy(POLICY), Broken(SAMPLER)
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=1) as stream:
+            await policy.update(await anext(stream), rl.CrossEntropy())
+            await rl.publish(policy, stream)
+            if again:
+                await rl.publish(policy, stream)
+                raise AssertionError("the first load has failed")
+
+    for again in (False, True):
+        with pytest.raises(EngineDied, match="no room for weights"):
+            simulate(partial(script, again=again))
