@@ -263,7 +263,10 @@ class Rollouts:
         self._condition.notify_all()
 
     async def loaded(self) -> None:
-        """Wait until the sampler has the weights that were published last. Raises the error of a load that failed."""
+        """Wait until the sampler has the weights that were published last.
+
+        Raises the error of a load that failed, and DataError if the stream was closed before.
+        """
         if (loading := self._loading) is not None:
             await asyncio.wait([loading])
             if loading.cancelled():
