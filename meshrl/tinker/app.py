@@ -83,7 +83,13 @@ class Api:
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
         self._samples, self._clones = Kept(int(config.samples_mib * 2**20), room), Counter[str]()
+        # A path is looked for from the first on, so those of each step come first.
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
+            "retrieve_future": self._retrieve,
+            "asample": self._sample,
+            "forward_backward": self._pass,
+            "forward": self._pass,
+            "optim_step": self._numbered(OptimStep),
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
             "telemetry": self._telemetry,
@@ -94,19 +100,14 @@ class Api:
             "create_model": self._create_model,
             "get_info": self._get_info,
             "unload_model": self._unload,
-            "forward_backward": self._pass,
-            "forward": self._pass,
-            "optim_step": self._numbered(OptimStep),
             "save_weights": self._numbered(Save),
             "save_weights_for_sampler": self._numbered(SaveForSampler),
             "save_weights_external": self._numbered(SaveExternal),
             "load_weights": self._load,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
-            "asample": self._sample,
             "meshrl/call": self._call,
             "meshrl/generate": self._generate,
-            "retrieve_future": self._retrieve,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
             "training_runs/{model}/checkpoints/{kind}/{name}/publish": self._publish,

@@ -364,20 +364,24 @@ def number_of(body: bytes) -> tuple[str, int] | None:
 
 
 def _datum(read: wire.Datum, space: Space) -> Datum:
-    pieces = read.model_input
-    if any(piece.HasField("image") or piece.HasField("dmel") for piece in pieces):
-        raise DataError("a piece of the input is no text: this server reads text alone")
-    tokens = b"".join([piece.encoded_text.tokens for piece in pieces])
-    return Datum(tokens, {name: _tensor(tensor, space) for name, tensor in sorted(read.loss_fn_inputs.items())})
+    tokens = b""
+    for piece in read.model_input:
+        if piece.HasField("image") or piece.HasField("dmel"):
+            raise DataError("a piece of the input is no text: this server reads text alone")
+        tokens += piece.encoded_text.tokens
+    inputs = read.loss_fn_inputs
+    return Datum(tokens, {name: _tensor(inputs[name], space) for name in sorted(inputs)})
 
 
 def _tensor(read: wire.Tensor, space: Space) -> Tensor:
-    number, data = read.dtype, read.dense
+    number, data, shape = read.dtype, read.dense, tuple(read.shape)
     if number not in _TYPES:
         raise DataError(f"a tensor has the dtype number {number!r}: send float32 or int64")
     dtype = _TYPES[number]
     kind: Literal["float32", "int64"] = "float32" if dtype == "float32" else "int64"
-    shape = tuple(map(_count, read.shape[:]))
+    if shape:
+        _count(min(shape))
+        _count(max(shape))
     if not data and read.HasField("sparse_csr"):  # the API has one of them
         sparse = read.sparse_csr
         rows, columns = (_values(each, "int64") for each in (sparse.crow_indices, sparse.col_indices))
