@@ -53,6 +53,8 @@ class StalenessLedger:
         """Lower bound of the number of weights: in a resumed run, the number of its checkpoint's."""
         self._waits = False
         self._published: list[int] = []
+        self.arriving: int | None = None
+        """The number of weights that the sampler is loading: some of its ranks may have them already."""
         self._announced = 0
         self._last_trained = -1
         """The version that the last batch trains."""
@@ -123,11 +125,12 @@ class StalenessLedger:
     def publish(self, weights: int) -> None:
         """Count weights of this number, announced before, which the sampler now has."""
         self._announced -= 1
+        self.arriving = None
         self._published.append(weights)
 
     def version_of(self, weights: int) -> int:
-        """Return the number of publications up to the weights of this number."""
-        return bisect_right(self._published, weights)
+        """Return the number of publications up to the weights of this number, with the one that is being loaded."""
+        return bisect_right(self._published, weights) + (self.arriving is not None and weights >= self.arriving)
 
     def draw(self, label: int) -> None:
         """Count a group that is being generated."""

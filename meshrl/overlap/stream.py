@@ -23,7 +23,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import BASE, Batch, Weights, lengths, why_unknown
-from meshrl.errors import DataError, is_lost
+from meshrl.errors import DataError, described, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
 from meshrl.overlap.producer import GenerateRequest, Producer
@@ -126,10 +126,17 @@ class Rollouts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel running rollouts, after the sampler has the newest weights. Raises the error of a load that failed."""
+        """Cancel running rollouts, after the sampler has the newest weights. Raises the error of a load that failed.
+
+        Only an end by force, such as a cancellation, cancels the load too.
+        """
         try:
-            if error is None:
+            if error is None or isinstance(error, Exception):
                 await self.loaded()
+        except Exception as failed:
+            if error is None:
+                raise
+            log.warning("the sampler could not load the newest weights", error=described(failed))
         finally:
             await self._close()
 
@@ -191,8 +198,9 @@ class Rollouts:
         labels: list[int] = []
 
         def ready() -> bool:
-            labels.extend(self._take(most))
-            return bool(labels) or not (self._prompts or self.ledger.groups)
+            if not self._has_failed:
+                labels.extend(self._take(most))
+            return bool(labels) or self._has_failed or not (self._prompts or self.ledger.groups)
 
         self.producer.demand = True
         self._condition.notify_all()
@@ -202,6 +210,8 @@ class Rollouts:
         finally:
             report.cancel()
             self.producer.demand = False
+        if self._has_failed:
+            await self.loaded()
         return self._deliver(labels) if labels else None
 
     def feeds_on(self, sampler: object) -> bool:
@@ -220,17 +230,20 @@ class Rollouts:
                 self._announced.remove(ticket)
                 self.ledger.withdraw(ticket.counts)
 
-    async def load(self, weights: Weights, then: Callable[[], None] | None = None) -> None:
+    async def load(self, weights: Weights, then: Callable[[float], None] | None = None) -> None:
         """Give the sampler new weights, as `publish` does, once for each batch.
 
-        With `ahead` and `swap="in_flight"` it returns once the weights are on their way, and the script goes on while
-        the sampler loads them: `loaded` waits. Weights that do not last are loaded first. `then`: called after that.
+        With `ahead` of 1 or more and `swap="in_flight"`, it returns at once, and the script goes on while the sampler
+        loads them: `loaded` waits. It waits itself for weights that are gone with the policy's next update, and in a
+        run with a schedule, whose replay needs to know where in the stream they came. `then`: called when the sampler
+        has them, with the event log's time at which it began.
 
         DataError if their version falls. From the first draw on, all are those of one adapter, or the whole model's.
+        Raises the error of the load before if that has failed.
         """
-        ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
-        try:
-            async with self._swapping:
+        async with self._swapping:
+            ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
+            try:
                 await self.loaded()
                 if ticket.counts:
                     self._check_adapter(weights)
@@ -238,40 +251,64 @@ class Rollouts:
                 await self._condition.wait_for(
                     lambda: self._decisions.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
                 )
-                self._decisions.note("publish")
-                swapping, overlaps = self._swap(weights, ticket, then), ticket.counts and self.ledger.ahead
-                if overlaps and weights.lasts and self._state.swap == "in_flight" and self in Rollouts.live:
-                    self._loading = self._state.started(swapping)
-                    self._condition.notify_all()
-                    return
+            except BaseException:
+                self.ledger.withdraw(ticket.counts)
+                raise
+            self._decisions.note("publish")
+            if self._overlaps(weights, ticket):
+                self._loading = loading = asyncio.create_task(self._swap(weights, ticket, then))
+                self._state.tasks.add(loading)
+                loading.add_done_callback(self._has_ended)
+            else:
                 if not self._decisions.is_free:
                     self._condition.notify_all()  # the next draw's call must find these weights
-                await swapping
+                await self._swap(weights, ticket, then)
+
+    def _overlaps(self, weights: Weights, ticket: _Ticket) -> bool:
+        """True if the script goes on while the sampler loads these weights."""
+        is_apart = bool(self.ledger.ahead) and self._state.swap == "in_flight" and schedule.get() is None
+        return is_apart and ticket.counts and weights.lasts and self in Rollouts.live
+
+    async def _swap(self, weights: Weights, ticket: _Ticket, then: Callable[[float], None] | None) -> None:
+        began = to.now() if (to := sink.get()) else 0.0
+        try:
+            self.ledger.arriving = weights.version if ticket.counts else None
+            await self.producer.swap(weights)
         except BaseException:
+            self.ledger.arriving = None
             self.ledger.withdraw(ticket.counts)
             raise
-
-    async def _swap(self, weights: Weights, ticket: _Ticket, then: Callable[[], None] | None) -> None:
-        await self.producer.swap(weights)
         if ticket.counts:
             self._counted = BASE if weights.adapter is None else weights.adapter.name
             self.ledger.publish(weights.version)
         if self._cursor:
             self._cursor.publish(self, weights.version, counts=ticket.counts)
         if then is not None:
-            then()
+            then(began)
         self._condition.notify_all()
+
+    def _has_ended(self, loading: asyncio.Task[None]) -> None:
+        self._state.tasks.discard(loading)
+        self._condition.notify_all()  # who waits for a batch raises its error
+
+    @property
+    def _has_failed(self) -> bool:
+        """True if the last load has failed, and nobody knows yet."""
+        loading = self._loading
+        return loading is not None and loading.done() and (loading.cancelled() or loading.exception() is not None)
 
     async def loaded(self) -> None:
         """Wait until the sampler has the weights that were published last.
 
-        Raises the error of a load that failed, and DataError if the stream was closed before.
+        Raises the error of a load that failed, once, and DataError if the stream was closed before.
         """
         if (loading := self._loading) is not None:
             await asyncio.wait([loading])
-            if loading.cancelled():
-                raise DataError("the stream of rollouts was closed while its sampler loaded weights")
-            loading.result()
+            if self._loading is loading:
+                self._loading = None
+                if loading.cancelled():
+                    raise DataError("the stream of rollouts was closed while its sampler loaded weights")
+                loading.result()
 
     def _check_adapter(self, weights: Weights) -> None:
         """Raise DataError for other weights than those that the stream counts."""
@@ -301,7 +338,7 @@ class Rollouts:
 
     @property
     def published(self) -> int:
-        """Version of the weights that were published last."""
+        """Version of the newest weights that the sampler has."""
         return self.ledger.published
 
     def check_whole(self, before: str) -> None:

@@ -264,14 +264,9 @@ class StreamState:
 
     def start(self, work: Coroutine[Never, Never, None]) -> None:
         """Run a task until the stream ends. If it fails, the stream fails."""
-        _ = self.started(work)
-
-    def started(self, work: Coroutine[Never, Never, None]) -> asyncio.Task[None]:
-        """Start a task as `start` does, and return it."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
-        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)

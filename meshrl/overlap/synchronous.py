@@ -50,15 +50,16 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
 async def publish(
     policy: Policy, *samplers: Sampler | Rollouts, adapter: str | None = None, name: str | None = None
 ) -> Weights:
-    """Send the policy's weights to the samplers, and return the weights. Later tokens carry their version.
+    """Send the policy's weights to the samplers, and return the weights. Tokens drawn by them carry their version.
 
     `adapter`: send this one alone. Rows that name it continue with the new weights. `name`: its name at the samplers,
     if it is another one: rows that name this version keep it until the sampler drops it.
 
     With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
-    the publications and passes the weights on to its sampler. With `ahead` and `swap="in_flight"` the script goes on
-    while the sampler loads them: `await stream.loaded()` waits. From the stream's first batch on, weights are of one
-    adapter, or the whole model's: DataError for others. Raises DataError for the sampler of an open stream.
+    the publications and passes the weights on to its sampler. With `ahead` of 1 or more and `swap="in_flight"` the
+    script goes on while the sampler loads them: `await stream.loaded()` waits. From the stream's first batch on,
+    weights are of one adapter, or the whole model's: DataError for others. Raises DataError for the sampler of an open
+    stream.
     """
     to = sink.get()
     requested = to.now() if to else 0.0
@@ -73,12 +74,12 @@ async def publish(
         if name is not None:
             weights = weights.named(name)
         for sampler in samplers:
-            note = partial(_note_swap, weights, requested, to.now() if to else 0.0)
+            note, began = partial(_note_swap, weights, requested), to.now() if to else 0.0
             if isinstance(sampler, Rollouts):
                 await sampler.load(weights, note)
             else:
                 await outlive(sampler, partial(load_into, sampler, weights))
-                note()
+                note(began)
     return weights
 
 

@@ -1,6 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import meshrl as rl
 from meshrl.data import AdapterOf
 from meshrl.errors import DataError, EngineDied
-from meshrl.mesh import running_calls, slow_calls
+from meshrl.mesh import current_rank, running_calls, slow_calls
 from meshrl.overlap import read_schedule
 from meshrl.overlap.replay import Decision, Load, Opened
 from meshrl.overlap.stream_state import SwapMode
@@ -338,9 +338,14 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(
 
 
 class Broken(FakeSampler):
+    """Cannot load version 1 at first."""
+
+    failures = 1
+
     async def load(self, weights: rl.Weights) -> rl.Batch:
-        if weights.version:
-            raise EngineDied("no room for weights")
+        if weights.version and self.failures:
+            self.failures -= 1
+            raise DataError("no room for weights")
         return await super().load(weights)
 
 
@@ -390,17 +395,52 @@ def test_the_script_goes_on_while_the_sampler_loads_weights_that_last(
     simulate(script)
 
 
-def test_a_load_that_fails_while_the_script_goes_on_fails_what_comes_next() -> None:
-    async def script(*, again: bool) -> None:
-        policy, sampler = FakePolicy(POLICY), Broken(SAMPLER)
+@pytest.mark.parametrize("way", ["end", "publish", "rollout", "batch", "own error"])
+def test_the_error_of_a_load_is_raised_once_by_what_comes_next(way: str) -> None:
+    async def script() -> None:
+        policy, sampler = FakePolicy(POLICY), delayed(Broken, load=1.0)(SAMPLER)
         await rl.publish(policy, sampler)
         async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=1) as stream:
             await policy.update(await anext(stream), rl.CrossEntropy())
             await rl.publish(policy, stream)
-            if again:
-                await rl.publish(policy, stream)
-                raise AssertionError("the first load has failed")
+            if way == "own error":
+                raise ValueError("of the script")
+            if way == "end":
+                return
+            if way == "batch":
+                await anext(stream)  # it was drawn before
+            again: dict[str, Callable[[], Awaitable[object]]] = {
+                "publish": lambda: rl.publish(policy, stream),
+                "rollout": lambda: rl.rollout(sampler, next(prompts(1)), SAMPLING),
+                "batch": lambda: anext(stream),
+            }
+            with pytest.raises(DataError, match="no room for weights"):
+                await again[way]()
+            await rl.publish(policy, stream)
+            batch = await anext(stream)
+            assert batch.row("staleness").max() <= 1
 
-    for again in (False, True):
-        with pytest.raises(EngineDied, match="no room for weights"):
-            simulate(partial(script, again=again))
+    errors = {"end": "no room for weights", "own error": "of the script"}
+    with pytest.raises((DataError, ValueError), match=errors[way]) if way in errors else nullcontext():
+        simulate(script)
+
+
+def test_weights_that_one_replica_has_before_the_others_count_for_the_age_of_its_rows() -> None:
+    class Late(FakeSampler):
+        async def load(self, weights: rl.Weights) -> rl.Batch:
+            if weights.version and current_rank().index == 1:
+                await asyncio.sleep(6)
+            return await super().load(weights)
+
+    async def script() -> None:
+        policy = FakePolicy(POLICY)
+        sampler = await spawned(delayed(Late, generate=Lognormal(1, 1), seed=1), rl.LocalEngine(), 2)
+        await rl.publish(policy, sampler)
+        async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=2) as stream:
+            for _ in range(12):
+                batch = await anext(stream)
+                assert (policy.version - batch.row("oldest_version")).tolist() == batch.row("staleness").tolist()
+                await policy.update(batch, rl.CrossEntropy())
+                await rl.publish(policy, stream)
+
+    simulate(script)
