@@ -83,9 +83,8 @@ class Api:
         self._keys = {each.key_sha256: name for name, each in config.tenants.items()}
         self._secret = secrets.token_bytes(32)
         self._samples, self._clones = Kept(int(config.samples_mib * 2**20), room), Counter[str]()
-        # A path is looked for from the first on, so those of each step come first.
         posts: Mapping[str, Callable[[str, Request], Awaitable[Response]]] = {
-            "retrieve_future": self._retrieve,
+            "retrieve_future": self._retrieve,  # a path is looked for from the first on
             "asample": self._sample,
             "forward_backward": self._pass,
             "forward": self._pass,

@@ -439,7 +439,8 @@ def test_weights_that_one_replica_has_before_the_others_count_for_the_age_of_its
         async with rl.rollouts(sampler, prompts(4), SAMPLING, ahead=2) as stream:
             for _ in range(12):
                 batch = await anext(stream)
-                assert (policy.version - batch.row("oldest_version")).tolist() == batch.row("staleness").tolist()
+                age = policy.version - np.asarray(batch.row("oldest_version"), np.int64)
+                assert age.tolist() == batch.row("staleness").tolist()
                 await policy.update(batch, rl.CrossEntropy())
                 await rl.publish(policy, stream)
 
