@@ -233,7 +233,7 @@ class Rollouts:
     async def load(self, weights: Weights, then: Callable[[float], None] | None = None) -> None:
         """Give the sampler new weights, as `publish` does, once for each batch.
 
-        With `ahead` of 1 or more and `swap="in_flight"`, it returns at once, and the script goes on while the sampler
+        With `ahead` of 1 or more and `swap="in_flight"`, it returns at once, and the script continues while the sampler
         loads them: `loaded` waits. It waits itself for weights that are gone with the policy's next update, and in a
         run with a schedule, whose replay needs to know where in the stream they came. `then`: called when the sampler
         has them, with the event log's time at which it began.
@@ -265,7 +265,7 @@ class Rollouts:
                 await self._swap(weights, ticket, then)
 
     def _overlaps(self, weights: Weights, ticket: _Ticket) -> bool:
-        """True if the script goes on while the sampler loads these weights."""
+        """True if the script continues while the sampler loads these weights."""
         is_apart = bool(self.ledger.ahead) and self._state.swap == "in_flight" and schedule.get() is None
         return is_apart and ticket.counts and weights.lasts and self in Rollouts.live
 

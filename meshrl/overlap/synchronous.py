@@ -57,7 +57,7 @@ async def publish(
 
     With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
     the publications and passes the weights on to its sampler. With `ahead` of 1 or more and `swap="in_flight"` the
-    script goes on while the sampler loads them: `await stream.loaded()` waits. From the stream's first batch on,
+    script continues while the sampler loads them: `await stream.loaded()` waits. From the stream's first batch on,
     weights are of one adapter, or the whole model's: DataError for others. Raises DataError for the sampler of an open
     stream.
     """
