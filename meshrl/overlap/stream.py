@@ -109,7 +109,7 @@ class Rollouts:
         self._begun = False
         self._swapping = asyncio.Lock()
         self._loading: asyncio.Task[None] | None = None
-        """The load that goes on after `load` has returned."""
+        """The load that continues after `load` has returned."""
         self._announced: list[_Ticket] = []
         self._counted: str | None = None
         """The adapter whose publications are counted, or `BASE`. None before the first one that counts."""
