@@ -110,6 +110,8 @@ class Rollouts:
         self._swapping = asyncio.Lock()
         self._loading: asyncio.Task[None] | None = None
         """The load that continues after `load` has returned."""
+        self._raised: asyncio.Task[None] | None = None
+        """The load whose error has been raised, so that the next one may follow."""
         self._announced: list[_Ticket] = []
         self._counted: str | None = None
         """The adapter whose publications are counted, or `BASE`. None before the first one that counts."""
@@ -131,7 +133,7 @@ class Rollouts:
         Only an end by force, such as a cancellation, cancels the load too.
         """
         try:
-            if error is None or isinstance(error, Exception):
+            if self._raised is not self._loading and (error is None or isinstance(error, Exception)):
                 await self.loaded()
         except Exception as failed:
             if error is None:
@@ -239,12 +241,13 @@ class Rollouts:
         has them, with the event log's time at which it began.
 
         DataError if their version falls. From the first draw on, all are those of one adapter, or the whole model's.
-        Raises the error of the load before if that has failed.
+        Raises the error of the load before if that has failed, and the error has not been raised yet.
         """
         async with self._swapping:
             ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
             try:
-                await self.loaded()
+                if self._raised is not self._loading:
+                    await self.loaded()
                 if ticket.counts:
                     self._check_adapter(weights)
                 self.ledger.check(weights.version)
@@ -255,6 +258,7 @@ class Rollouts:
                 self.ledger.withdraw(ticket.counts)
                 raise
             self._decisions.note("publish")
+            self._loading = None
             if self._overlaps(weights, ticket):
                 self._loading = loading = asyncio.create_task(self._swap(weights, ticket, then))
                 self._state.tasks.add(loading)
@@ -263,6 +267,8 @@ class Rollouts:
                 if not self._decisions.is_free:
                     self._condition.notify_all()  # the next draw's call must find these weights
                 await self._swap(weights, ticket, then)
+            if self._cursor:  # in the step that publishes, even if the sampler is still loading
+                self._cursor.publish(self, weights.version, counts=ticket.counts)
 
     def _overlaps(self, weights: Weights, ticket: _Ticket) -> bool:
         """True if the script continues while the sampler loads these weights."""
@@ -281,8 +287,6 @@ class Rollouts:
         if ticket.counts:
             self._counted = BASE if weights.adapter is None else weights.adapter.name
             self.ledger.publish(weights.version)
-        if self._cursor:
-            self._cursor.publish(self, weights.version, counts=ticket.counts)
         if then is not None:
             then(began)
         self._condition.notify_all()
@@ -293,22 +297,23 @@ class Rollouts:
 
     @property
     def _has_failed(self) -> bool:
-        """True if the last load has failed, and nobody knows yet."""
+        """True if the last load has failed."""
         loading = self._loading
         return loading is not None and loading.done() and (loading.cancelled() or loading.exception() is not None)
 
     async def loaded(self) -> None:
         """Wait until the sampler has the weights that were published last.
 
-        Raises the error of a load that failed, once, and DataError if the stream was closed before.
+        Raises the error of a load that failed, until weights are published again, and DataError if the stream was
+        closed before.
         """
         if (loading := self._loading) is not None:
             await asyncio.wait([loading])
-            if self._loading is loading:
-                self._loading = None
-                if loading.cancelled():
-                    raise DataError("the stream of rollouts was closed while its sampler loaded weights")
-                loading.result()
+            if loading.cancelled():
+                raise DataError("the stream of rollouts was closed while its sampler loaded weights")
+            if loading.exception() is not None:
+                self._raised = loading
+            loading.result()
 
     def _check_adapter(self, weights: Weights) -> None:
         """Raise DataError for other weights than those that the stream counts."""

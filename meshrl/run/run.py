@@ -262,8 +262,10 @@ class Run:
 
     async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
         """Do what is due between two steps of a loop, where nothing in the script is half-done."""
-        after = self._stepping
+        after, every = self._stepping, self.config.checkpoint_every
         self._end_step()
+        if step is None or (after and every and (self._done + 1) % every == 0):
+            await self._cursor.loaded()  # so that a checkpoint's account has what follows from it
         if after:
             self._settle()
             self.recorder.account(self._cursor.account(self._step))
@@ -272,7 +274,6 @@ class Run:
         if step is None:
             await self._end_loop(loop, first, count, after=after)
             return
-        every = self.config.checkpoint_every
         if step == first:
             self._begin_loop(loop, first, count)
         elif after:
@@ -287,7 +288,6 @@ class Run:
         is_resumed = not after and self._saved is not None and loop == self._saved.loop
         if is_resumed:
             self._begin_loop(loop, first, count)
-        await self._cursor.loaded()
         if after and self.config.checkpoint_every:
             await self._checkpoint(loop, count, wait=True)  # a run with more steps resumes from it
         if after or is_resumed:
